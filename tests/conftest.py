@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -10,6 +11,8 @@ import types
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the tests compute on small tensors
+# cuBLAS chooses algorithms by workspace size; with a fixed size, eager, side-stream and captured runs are comparable.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
@@ -20,7 +23,8 @@ torch.set_num_threads(1)
 logging.getLogger("torch.__trace").propagate = True
 pytest.register_assert_rewrite("adversary.harness")
 
-from helpers import min_elements  # noqa: E402
+import composing  # noqa: E402
+from helpers import deterministic, min_elements  # noqa: E402
 
 # Tests must not fail because of a loaded machine or a random seed.
 settings.register_profile(
@@ -62,3 +66,25 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     vars(module)["kept"] = variables
     monkeypatch.setitem(sys.modules, "program", module)
     return variables
+
+
+# Programs of composition
+
+ACCELERATOR = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("default")])
+
+
+@pytest.fixture(params=["cpu", ACCELERATOR])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Return where `composing.both` runs programs: models move there when they are offloaded, and data when made."""
+    monkeypatch.setattr(composing, "PLACE", torch.device(request.param))
+    with deterministic() if request.param == "cuda" else contextlib.nullcontext():
+        yield composing.PLACE
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+@pytest.fixture(params=[False, True, PRODUCTS], ids=["offloaded", "recomputed", "recomputed but products"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `composing.both` offload what groups save, or recompute it and offload their inputs."""
+    monkeypatch.setitem(composing.WAY, "recompute", request.param)

@@ -62,7 +62,19 @@ class Outcome:
 
 def steps(out: Path, *, select: str) -> dict[str, Step]:
     """Return all steps by name."""
-    pytest = ["-m", "pytest", "tests/gpu", "-q", "-ra", "--durations=10", "-p", "no:cacheprovider"]
+    pytest = [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu or multi_gpu",
+        "tests/gpu",
+        "tests/integration",
+        "-q",
+        "-ra",
+        "--durations=10",
+        "-p",
+        "no:cacheprovider",
+    ]
     pytest += [f"--junitxml={out / 'tests.xml'}", *(["-k", select] if select else [])]
     record = "tools/record_gallery.py", "record", "--out", str(out)
     return {step.name: step for step in (Step("tests", tuple(pytest), 420), Step("gallery", record, 480))}

@@ -78,13 +78,6 @@ def test_an_object_is_marked_and_used_by_a_fused_function():
         assert statistics.tensors_kept.get(Reason.MARKED, 0) == (2 if keep else 0)
 
 
-def test_marking_does_not_change_an_object():
-    quantized = Quantized(values())
-    before = quantized.rows, quantized.columns, quantized.scale
-    actoffload.mark_not_offload(quantized)
-    assert all(a is b for a, b in zip(before, (quantized.rows, quantized.columns, quantized.scale), strict=True))
-
-
 class HasDataTensors:
     """An object with `get_data_tensors` only."""
 
@@ -95,38 +88,12 @@ class HasDataTensors:
         return self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
 
-class PreparesForSaving:
-    """An object with `prepare_for_saving` and `restore_from_saved` only."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-
-    def prepare_for_saving(self) -> Any:
-        (tensor, self.tensor) = (self.tensor, None)
-        return [tensor, None], self
-
-    def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        self.tensor = tensors.pop(0)
-        return tensors[1:]
-
-
-def test_an_object_with_only_prepare_for_saving_is_marked():
-    thing = PreparesForSaving(values())
-    actoffload.mark_not_offload(thing)
-    _, statistics = one_layer(lambda x: Uses.apply(x, [], thing.tensor))
-    assert statistics.tensors_kept == {Reason.MARKED: 1}
-
-
 @pytest.mark.parametrize("more", [(), (None,)])
 def test_an_object_with_only_get_data_tensors_is_marked(more):
     tensor = values()
     actoffload.mark_not_offload(HasDataTensors(tensor, *more))
     _, statistics = one_layer(lambda x: Uses.apply(x, [], tensor))
     assert statistics.tensors_kept == {Reason.MARKED: 1}
-
-
-def test_tensors_that_are_not_strided_are_ignored():
-    actoffload.mark_not_offload(values().to_sparse(), Two(values().to_sparse(), values()).a)
 
 
 @pytest.mark.parametrize("call", [actoffload.mark_not_offload, actoffload.start_offload])

@@ -81,14 +81,6 @@ def test_a_view_may_be_offloaded_with_its_base(whole):
     assert same_bits(grad, part.sum().expand(2))
 
 
-def test_outside_of_a_context_it_has_no_effect():
-    tensor = torch.ones(64, 64)
-    actoffload.start_offload(tensor, offload_base_tensor=True)
-    with min_elements(64):
-        (copy,), _, _ = run(tensor[:, :8], between=lambda t: t.add_(0.0))
-    assert copy.nbytes == ONE // 8
-
-
 def test_a_marked_tensor_is_kept():
     tensor = torch.ones(64, 64)
     actoffload.mark_not_offload(tensor)

@@ -10,7 +10,6 @@ import torch
 from helpers import forward, make, make_manual, nothing_held, plain, same_bits
 from torch import nn
 
-from actoffload.device import ReferenceDevice, use
 from actoffload.device.reference import ReferenceStream
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
@@ -74,11 +73,6 @@ def test_context_as_a_decorator(layers):
     assert context.statistics().passes == 1
 
 
-def test_use_nests():
-    with use(ReferenceDevice()) as outer, use(ReferenceDevice()) as inner:
-        assert make(1, 3, device=inner)[0].plan == make(1, 3, device=outer)[0].plan
-
-
 def test_a_model_that_holds_its_context_can_be_copied_and_pickled():
     """Each copy has passes and host memory of its own, and a sync function that goes with them."""
 
@@ -110,11 +104,6 @@ def test_a_model_that_holds_its_context_can_be_copied_and_pickled():
 
 def _pickled(thing):
     return pickle.loads(pickle.dumps(thing))
-
-
-def test_a_pickled_context_keeps_its_limit():
-    context, _ = make(1, 3, max_host_bytes=12345)
-    assert _pickled(context)._engine.max_host_bytes == 12345
 
 
 def test_a_context_with_a_stream_of_the_program_cannot_be_pickled():

@@ -9,7 +9,6 @@ from torch import nn
 from whole_model import WIDTH, data, equal, nothing_installed
 
 import actoffload
-from actoffload.engine import eligibility
 
 FILES = (str(SOURCES / "context"), str(SOURCES / "engine" / "eligibility.py"), str(SOURCES / "_torch"))
 
@@ -46,35 +45,3 @@ def test_an_interrupt_at_every_bytecode():
     assert n > 300
     assert left <= 2 * len(layers)
     equal(step(), want)
-
-
-@pytest.mark.parametrize("name", ["forward_pre", "parameter_registration", "buffer_registration"])
-def test_an_interrupt_between_the_registrations_of_global_hooks_loses_none(monkeypatch, name):
-    calls = eligibility.ModuleCalls()
-    with monkeypatch.context() as patch:
-        patch.setattr(eligibility.global_hooks, f"register_module_{name}_hook", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            calls.add_user(1)
-    calls.add_user(2)
-    assert hooks() == [1, 1, 1]
-    calls.remove_user(1)
-    assert hooks() == [1, 1, 1]
-    calls.remove_user(2)
-    assert hooks() == [0, 0, 0]
-    calls.add_user(3)
-    assert hooks() == [1, 1, 1]
-    calls.remove_user(3)
-    assert hooks() == [0, 0, 0]
-
-
-def interrupt(hook: object) -> None:
-    raise KeyboardInterrupt
-
-
-def hooks() -> list[int]:
-    tables = torch.nn.modules.module
-    return [
-        len(tables._global_forward_pre_hooks),
-        len(tables._global_parameter_registration_hooks),
-        len(tables._global_buffer_registration_hooks),
-    ]

@@ -111,20 +111,6 @@ def test_reload_in_any_order(layers, order):
     assert context.statistics().reloaded_on_demand == 0
 
 
-def test_reload_again_for_a_second_backward(layers):
-    context, sync, controller = make_manual(4)
-    y = forward(layers, start(), context, sync)
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
-    for _ in range(3):
-        assert context.statistics().resident_bytes == 3 * ONE
-        controller.start_reload_layer(0)
-        assert context.statistics().resident_bytes == 4 * ONE
-        y.sum().backward(retain_graph=True)
-    assert context.statistics().reloaded_ahead == 3
-    assert context.statistics().reloaded_on_demand == 0
-
-
 def test_calls_in_a_forward_without_gradients(layers):
     """A program that makes its calls in validation too: there is nothing to move, and nothing to complain of."""
     context, sync, controller = make_manual(4)

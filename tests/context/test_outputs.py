@@ -10,8 +10,6 @@ import torch
 from helpers import forward, make, nothing_held, same_bits
 from torch import Tensor
 
-from actoffload.engine.layer import tensors_in
-
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
@@ -85,16 +83,6 @@ def test_outputs_without_tensors(output):
         assert sync(output) is output
 
 
-def test_outputs_that_need_no_gradient():
-    context, sync = make(1, 3)
-    x = torch.randn(64, 64)
-    for _ in range(2):
-        y = forward([torch.sin, torch.cos, torch.tanh], x, context, sync)
-        assert not y.requires_grad
-    assert context.statistics().passes == 2
-    assert context.statistics().tensors_saved == 0
-
-
 def test_an_output_that_is_the_input():
     context, sync = make(1, 3)
     leaf = torch.randn(64, 64, requires_grad=True)
@@ -121,30 +109,3 @@ def test_only_one_of_two_outputs_is_used():
     y.sum().backward()
     assert same_bits(leaf.grad, want.grad)
     assert context.statistics().reloaded_on_demand == 0
-
-
-def test_a_skip_from_the_first_layer_to_the_last():
-    context, sync = make(2, 4)
-
-    def run(step):
-        leaf = torch.linspace(-1, 1, 4096).view(64, 64).requires_grad_()
-        x, skips = leaf, []
-        for k in range(4):
-            x = step(lambda h, k=k: torch.sin(h * 1.0) + (skips[0] if k == 3 else 0.0), x)
-            skips.append(x)
-        x.square().sum().backward()
-        return leaf.grad
-
-    def one(layer, x):
-        with context:
-            x = layer(x)
-        return sync(x)
-
-    assert same_bits(run(lambda layer, x: layer(x)), run(one))
-    nothing_held(context)
-
-
-def test_tensors_in_order():
-    a, b, c, d = (torch.full((1,), float(k)) for k in range(4))
-    nested = {"x": (a, [b]), "y": Output(c, cache=Pair(None, d)), "z": Output}
-    assert [int(t) for t in tensors_in(nested)] == [0, 1, 2, 3]

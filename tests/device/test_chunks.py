@@ -91,11 +91,6 @@ def test_parts_cover_each_byte_once_and_are_no_larger_than_a_chunk(chunk: int, m
     assert place == elements
 
 
-def test_a_copy_of_one_chunk_is_the_pair_itself() -> None:
-    host, device = torch.empty(64, 64).t(), torch.empty(64, 64).t()
-    assert [(a is host, b is device) for a, b in pieces(host, device, host.nbytes)] == [(True, True)]
-
-
 class Queue:
     """Stands for a stream."""
 
@@ -145,13 +140,3 @@ def test_other_accelerators_copy_whole_tensors() -> None:
     host, on_device = torch.zeros(SEPARATED, dtype=torch.uint8), torch.ones(SEPARATED, dtype=torch.uint8)
     device.to_host([(host, on_device)], Queue())
     assert bool(host.all())
-
-
-def test_no_separator_is_made_while_a_graph_is_captured() -> None:
-    device = object.__new__(Accelerator)
-    device._separators = {}
-    device.capturing = lambda: True  # type: ignore[method-assign]
-    assert device._separator(torch.device("cuda", 0)) is None
-    made_before: Any = Counter()
-    device._separators[1] = made_before
-    assert device._separator(torch.device("cuda", 1)) is made_before

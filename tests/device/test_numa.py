@@ -90,15 +90,3 @@ def test_nothing_changes(monkeypatch: pytest.MonkeyPatch, system: System, node: 
         assert not preferred
     assert system.policy == before
     assert system.set_to == []
-
-
-def test_the_system_calls_of_this_machine() -> None:
-    before = numa._policy()
-    with numa.on_node(0) as preferred:
-        during = numa._policy()
-    assert during == (numa.PREFERRED if preferred else before)
-    assert numa._policy() == before
-
-
-def test_a_failing_system_call_is_a_refusal() -> None:
-    assert numa._call(10**6) == -1  # no such call

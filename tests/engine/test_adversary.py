@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from adversary.device import AdversarialDevice
-from adversary.harness import Run, check, execute, scaled_down, trial
+from adversary.harness import check, execute, scaled_down, trial
 from adversary.layers import STORAGE, Layers, numbers, saving
-from adversary.modelruns import ModelRun, model_programs
 from adversary.models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH
 from adversary.orders import Mode
 from adversary.programs import Backward, Forward, Program, programs
@@ -29,22 +28,17 @@ ORDERS = 2
 
 SEEDS = 6
 
-# Sorts of programs: number of examples, how they are drawn, and what runs them.
-SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
-    "default schedule": (40, programs(), Run),
-    "manual calls": (40, programs(manual=True), Run),
-    "side streams and two devices": (25, programs(streams=True), Run),
-    "manual calls and side streams": (25, programs(streams=True, manual=True), Run),
-    "plans with incremental release": (40, programs(planned=True), Run),
-    "incremental release and side streams": (25, programs(planned=True, streams=True), Run),
-    "incremental release and host limit": (20, programs(planned=True, limited=True), Run),
-    "blocks of a model": (25, model_programs(), ModelRun),
-    "blocks of a model and side streams": (20, model_programs(streams=True), ModelRun),
-    "blocks of a model and host limit": (15, model_programs(limited=True), ModelRun),
-    "recomputed blocks": (20, model_programs(recompute=True), ModelRun),
-    "recomputed blocks and side streams": (15, model_programs(recompute=True, streams=True), ModelRun),
-    "host limit": (20, programs(limited=True), Run),
-    "manual calls and host limit": (20, programs(limited=True, manual=True), Run),
+# Sorts of programs: number of examples, and how they are drawn.
+SORTS: dict[str, tuple[int, SearchStrategy[Program]]] = {
+    "default schedule": (40, programs()),
+    "manual calls": (40, programs(manual=True)),
+    "side streams and two devices": (25, programs(streams=True)),
+    "manual calls and side streams": (25, programs(streams=True, manual=True)),
+    "plans with incremental release": (40, programs(planned=True)),
+    "incremental release and side streams": (25, programs(planned=True, streams=True)),
+    "incremental release and host limit": (20, programs(planned=True, limited=True)),
+    "host limit": (20, programs(limited=True)),
+    "manual calls and host limit": (20, programs(limited=True, manual=True)),
 }
 
 
@@ -203,22 +197,22 @@ def test_a_storage_is_edited_while_it_leaves(alias: str) -> None:
 
 @pytest.mark.parametrize("sort", SORTS)
 def test_random_orders(sort: str) -> None:
-    examples, drawn, kind = SORTS[sort]
+    examples, drawn = SORTS[sort]
     seen: Counter[str] = Counter()
     orders: set[Any] = set()
 
     @settings(max_examples=examples)
     @given(drawn)
     def orders_of(program: Program) -> None:
-        expected, _ = execute(program, None, kind=kind)
+        expected, _ = execute(program, None)
         for seed in range(SEEDS):
-            order, statistics = trial(program, expected, seed, "random", kind)
+            order, statistics = trial(program, expected, seed, "random")
             seen["offloaded"] += statistics.tensors_offloaded
             seen["refused"] += sum(n for reason, n in statistics.tensors_kept.items() if reason.name == "HOST_FULL")
             if order:
                 orders.add((repr(program), order))
         for mode in ("late", "early"):
-            trial(program, expected, 0, mode, kind)
+            trial(program, expected, 0, mode)
 
     orders_of()
     assert seen["offloaded"] > 0

@@ -103,30 +103,3 @@ def test_a_backward_that_ends_while_another_waits(layers):
     assert context.statistics().reloaded_on_demand == 0
     outputs = loss = hook = None
     nothing_held(context)
-
-
-def test_a_backward_that_failed_inside_of_a_backward(layers):
-    """It ends without a call; the outer one and later ones are right, and nothing is left."""
-    context, sync = make(4, 6)
-    parameters = list(layers.parameters())
-    outputs = run(layers, context, sync)
-    loss = outputs[-1].square().sum()
-    calls = []
-
-    def fails(gradient):
-        calls.append(len(calls))
-        if len(calls) == 2:
-            raise ValueError("in the inner backward")
-
-    def hook(gradient):
-        if len(calls) == 1:
-            with pytest.raises(ValueError, match="in the inner backward"):
-                torch.autograd.grad(loss, parameters, retain_graph=True)
-
-    outputs[3].register_hook(fails)
-    outputs[2].register_hook(hook)
-    outer = torch.autograd.grad(loss, parameters, retain_graph=True)
-    check(layers, outer)
-    check(layers, torch.autograd.grad(loss, parameters))
-    outputs = loss = hook = None
-    nothing_held(context)

@@ -67,27 +67,6 @@ def test_room_for_a_part_only(layers):
     nothing_held(context)
 
 
-def test_host_memory_is_asked_for_again_after_close(layers):
-    """Asking a system that has no more for every tensor would be slow, so it is asked once."""
-    device = Failing()
-    device.fail("empty_host")
-    context, sync = make(2, 4, device=device)
-    with pytest.warns(HostMemoryWarning, match="empty_host failed"):
-        forward(list(layers), start(), context, sync).sum().backward()
-    context.close()
-    right(layers, context, sync)
-
-
-def holding(layer, held):
-    """Return the layer, with a list that takes its outputs."""
-
-    def call(x):
-        held.append(layer(x))
-        return held[-1]
-
-    return call
-
-
 def train(layers, context, sync):
     forward(list(layers), start(), context, sync).sum().backward()
 
@@ -112,27 +91,6 @@ def test_the_device_fails_once(layers, call):
                 right(layers, context, sync)
 
 
-@pytest.mark.parametrize("call", ["to_host", "wait"])
-def test_the_device_fails_in_forward_and_the_graph_is_held_on_to(layers, call):
-    """The next step begins with layer 0 although the tensors of the failed one are still there."""
-    device = Failing()
-    context, sync = make(2, 4, device=device)
-    right(layers, context, sync)
-    device.calls.clear()
-    y = forward(list(layers), start(), context, sync)
-    calls = device.calls[call]
-    assert calls >= 4
-    y.sum().backward()
-    for after in range(calls):
-        held = []
-        device.fail(call, after=after)
-        with pytest.raises(RuntimeError, match=f"{call} failed"):
-            forward([holding(layer, held) for layer in layers], start(), context, sync)
-        right(layers, context, sync, clean=False)
-        del held
-        right(layers, context, sync)
-
-
 @pytest.mark.parametrize("after", range(4))
 @pytest.mark.parametrize("call", ["empty_device", "to_device"])
 def test_a_backward_without_memory_is_tried_again(layers, call, after):
@@ -151,18 +109,3 @@ def test_a_backward_without_memory_is_tried_again(layers, call, after):
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
     del y
     nothing_held(context)
-
-
-def test_a_look_that_failed_does_not_spoil_the_backward(layers):
-    """A saved tensor is read while there is no memory; later there is."""
-    device = Failing()
-    context, sync = make(2, 4, device=device)
-    x = start()
-    with context:
-        y = torch.sin(x)
-    node = sync(y).grad_fn
-    y = forward(layers[1:], y, context, sync)
-    device.fail("to_device")
-    with pytest.raises(RuntimeError, match="to_device failed"):
-        getattr(node, "_saved_self")  # noqa: B009
-    assert same_bits(node._saved_self, x)

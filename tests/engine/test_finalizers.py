@@ -5,15 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import weakref
 
 import pytest
 import torch
-from helpers import forward, make, make_manual, no_gc, nothing_held
+from helpers import forward, make, nothing_held
 from torch import nn
-
-from actoffload.engine.eligibility import StorageRef
-from actoffload.engine.storage import InFlight, Resident, SavedStorage
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
@@ -44,15 +40,6 @@ def swallowed(monkeypatch):
     return found
 
 
-def layers(count: int = 5) -> nn.ModuleList:
-    torch.manual_seed(5)
-    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)])
-
-
-def test_finalizers_run_no_python_code():
-    assert not any(hasattr(kind, "__del__") for kind in (SavedStorage, Resident, StorageRef))
-
-
 def test_a_signal_that_arrives_while_autograd_computes(handler, swallowed):
     """The signal is pending while autograd drops what it used, and the handler runs in ordinary code."""
     context, sync = make(3, 5)
@@ -76,74 +63,3 @@ def test_a_signal_that_arrives_while_autograd_computes(handler, swallowed):
     assert not swallowed
     loss = None
     nothing_held(context)
-
-
-def test_an_exception_in_each_line_of_a_finalizer(handler, swallowed):
-    """A storage is dropped while its copy is under way; the finalizer ends and the exception comes later."""
-    finalizer = InFlight._end_transfers.__code__
-    lines = {line for _, _, line in finalizer.co_lines() if line is not None}
-    reached = 0
-    for wanted in sorted(lines):
-        context, sync, controller = make_manual(3)
-        raised = []
-        y = forward(list(layers(3)), torch.randn(64, 64), context, sync)
-        controller.start_offload_layer(0)
-
-        def trace(frame, event, argument, raised=raised, wanted=wanted):
-            if frame.f_code is finalizer and frame.f_lineno == wanted and not raised:
-                raised.append(())
-                signal.raise_signal(signal.SIGUSR1)
-            return trace if frame.f_code is finalizer else None
-
-        with no_gc():
-            before = sys.gettrace()
-            sys.settrace(trace)
-            try:
-                del y
-            finally:
-                sys.settrace(before)
-        if raised:
-            reached += 1
-            with pytest.raises(RaisedError):
-                context.statistics()
-            raised.clear()
-        assert not raised
-        assert not swallowed
-        nothing_held(context)
-    assert reached >= 5
-
-
-def test_a_finalizer_that_never_began(handler, swallowed):
-    """The exception comes before its first line: memory that a copy writes is kept until the stream has waited."""
-    finalizer = InFlight.__del__.__code__
-    context, sync = make(3, 5)
-    model = layers()
-    y = forward(list(model), torch.randn(64, 64), context, sync)
-    torch.autograd.grad(y.sum(), model[3].parameters(), retain_graph=True)
-    layer = context.current_pass.layers[2]
-    layer.reload()
-    waits = []
-    storage = layer.living()[0]
-    memory = weakref.ref(storage._buffers[0][2])
-    (held, join, *arguments), resources = storage.resources.in_flight, storage.resources
-    resources.in_flight = held, lambda *also: (waits.append(memory() is not None), join(*also)), *arguments
-    del held
-    wanted = id(storage)
-    del storage, resources
-
-    def trace(frame, event, argument):
-        if frame.f_code is finalizer and event == "call" and id(frame.f_locals["self"]) == wanted:
-            signal.raise_signal(signal.SIGUSR1)
-
-    with no_gc():
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            del y
-        finally:
-            sys.settrace(before)
-        assert memory() is not None
-        nothing_held(context)
-    assert waits == [True]
-    assert memory() is None
-    assert swallowed == [RaisedError]  # Python itself drops what is raised before the first line

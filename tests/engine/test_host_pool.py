@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 
 import pytest
 import torch
-from helpers import forward, make, no_gc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
-from actoffload.device.base import StreamPosition, latest_positions
+from actoffload.device.base import StreamPosition
 from actoffload.engine.host_pool import FreeSegments, HostBuffer, HostPool, Segment
 
 KIB, MIB = 2**10, 2**20
@@ -66,10 +64,6 @@ def test_a_buffer_is_reused():
     assert pool.high_water == pool.bytes_taken == 5 * MIB
 
 
-def test_a_buffer_that_never_was_used_has_no_fence():
-    assert HostPool(Counting()).take(MIB).fence == ()
-
-
 def test_two_freed_buffers_make_one_larger_and_their_fences_merge():
     device = Counting()
     pool = HostPool(device)
@@ -80,16 +74,6 @@ def test_two_freed_buffers_make_one_larger_and_their_fences_merge():
     whole(large, 8 * MIB)
     assert sum(device.slabs) == 8 * MIB  # nothing new
     assert sorted(large.fence) == [mark(10, 0), mark(9, 1)]  # the last of each lane
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9))))
-def test_latest_keeps_the_last_of_each_lane(points):
-    marks = [mark(order, lane) for lane, order in points]
-    got = latest_positions(marks)
-    assert {m.lane: m.order for m in got} == {
-        lane: max(o for k, o in points if k == lane) for lane in {k for k, _ in points}
-    }
-    assert len(got) == len({m.lane for m in got})
 
 
 sizes = st.one_of(
@@ -123,15 +107,6 @@ def test_waste_is_below_five_percent(some):
                 buffers.append(pool.take(nbytes))
                 again += nbytes
         assert pool.bytes_held == held
-
-
-@pytest.mark.parametrize("nbytes", [515 * 513 * 4, 700 * 900 * 4, 256 * KIB + 1, 2 * MIB + 1, 20 * MIB + 1])
-def test_waste_for_one_size(nbytes):
-    pool = HostPool(Counting())
-    count = 64 * MIB // nbytes + 1
-    buffers = [pool.take(nbytes) for _ in range(count)]
-    assert disjoint(buffers)
-    assert pool.bytes_held <= 1.05 * count * nbytes
 
 
 # Few sizes, so that most requests find a buffer of their size in a bin, as in training.
@@ -191,26 +166,6 @@ def test_any_use_keeps_buffers_apart(data):
     assert pool.bytes_taken == 0
 
 
-def test_the_limit_is_kept_and_said():
-    pool = HostPool(Counting(), 4 * MIB)
-    assert pool.take(5 * MIB) is None
-    assert pool.refusal == "the limit of 4.0 MiB of host memory forbids 6.0 MiB more beside the 0 bytes that are held"
-    first, second = pool.take(2 * MIB), pool.take(2 * MIB)
-    assert pool.take(1) is None
-    assert pool.refusal.endswith("forbids 2.0 MiB more beside the 4.0 MiB that are held")
-    pool.give_back(first, ())
-    assert pool.take(2 * MIB) is not None
-    assert second.nbytes == 2 * MIB
-    assert pool.bytes_held == 4 * MIB
-
-
-def test_the_limit_counts_what_is_held_and_not_only_what_is_in_use():
-    pool = HostPool(Counting(), 8 * MIB)
-    pool.give_back(pool.take(2 * MIB), ())
-    assert pool.take(8 * MIB, whole=True) is None
-    assert pool.bytes_held == 2 * MIB
-
-
 def test_a_whole_buffer_is_one_part_although_one_of_several_parts_is_free():
     pool = HostPool(Counting())
     buffer = pool.take(6 * MIB)
@@ -224,27 +179,6 @@ def test_the_slab_of_a_whole_buffer_is_the_next_power_of_two(nbytes, slab):
     pool = HostPool(Counting())
     whole(pool.take(nbytes, whole=True), nbytes)
     assert pool.bytes_held == slab
-
-
-def test_no_limit_of_zero_bytes():
-    assert HostPool(Counting(), 0).take(1) is None
-
-
-def test_the_system_has_no_more():
-    pool = HostPool(Counting(room=4 * MIB))
-    assert pool.take(4 * MIB) is not None
-    assert pool.take(MIB) is None
-    assert "no more page-locked memory (no more pages)" in pool.refusal
-    assert pool.bytes_held == pool.bytes_taken == 4 * MIB
-
-
-def test_a_part_of_what_is_missing_came_before_the_system_had_no_more():
-    """Slabs of 4 and 2 MiB for 6: the first is there, the second is not; nothing is lost."""
-    pool = HostPool(Counting(room=4 * MIB))
-    assert pool.take(6 * MIB) is None
-    assert pool.bytes_taken == 0
-    assert pool.bytes_held == 4 * MIB
-    assert pool.take(4 * MIB) is not None
 
 
 def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
@@ -261,43 +195,6 @@ def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
     assert pool.bytes_held == 4 * MIB
     pool.close()
     assert (pool.bytes_held, pool.bytes_taken) == (0, 0)
-
-
-@pytest.mark.parametrize("whole_slab", [False, True])
-def test_what_the_limit_forbids_in_a_capture_no_step_before_it_would_bring(whole_slab):
-    pool = HostPool(Counting(), 4 * MIB)
-    assert pool.take(6 * MIB, captured=True, whole=whole_slab) is None
-    assert pool.refusal.startswith("the limit of 4.0 MiB of host memory forbids ")
-    pool.give_back(pool.take(4 * MIB), (mark(1),))
-    assert pool.take(4 * MIB, captured=True) is not None
-    assert pool.take(MIB, captured=True) is None
-    assert pool.refusal == ("the limit of 4.0 MiB of host memory forbids 2.0 MiB more beside the 4.0 MiB that are held")
-
-
-def test_close_with_buffers_out():
-    pool = HostPool(Counting())
-    old = pool.take(2 * MIB)
-    old.parts[0].fill_(7)
-    pool.close()
-    new = pool.take(2 * MIB)
-    new.parts[0].fill_(9)
-    assert disjoint([old, new])
-    assert int(old.parts[0].min()) == int(old.parts[0].max()) == 7
-    pool.give_back(old, ())  # its pool has no slab of it any more
-    pool.settle()
-    assert pool.bytes_taken == 2 * MIB
-    assert pool.bytes_held == 2 * MIB
-    third = pool.take(2 * MIB)
-    assert disjoint([new, third, old])
-
-
-def test_slabs_are_powers_of_two():
-    """The system rounds up to them, and rounds nothing if nothing else is asked for."""
-    device = Counting()
-    pool = HostPool(device)
-    for nbytes in (MIB, 3 * MIB, 100 * MIB, 5 * MIB + 1):
-        pool.take(nbytes)
-    assert all(size & (size - 1) == 0 for size in device.slabs)
 
 
 def test_a_request_that_failed_is_made_again_when_memory_was_given_back():
@@ -322,57 +219,6 @@ def test_a_request_that_failed_is_made_again_when_memory_was_given_back():
     assert pool.take(6 * MIB) is not None
     assert attempts == [4 * MIB, 2 * MIB]
     assert pool.take(2 * MIB) is not None
-
-
-def test_a_request_that_failed_is_made_again_when_another_pool_is_closed():
-    device = Counting(room=4 * MIB)
-    mine, other = HostPool(device), HostPool(device)
-    assert other.take(4 * MIB) is not None
-    assert mine.take(2 * MIB) is None
-    device.slabs.clear()
-    other.close()
-    assert mine.take(2 * MIB) is not None
-
-
-def test_trim_frees_what_nothing_uses():
-    device = Counting()
-    pool = HostPool(device)
-    large = [pool.take(64 * MIB) for _ in range(8)]
-    small = pool.take(2 * MIB)
-    assert pool.trim() == 0
-    for buffer in large:
-        pool.give_back(buffer, (mark(1),))
-    assert pool.trim() == 512 * MIB
-    assert pool.bytes_held == pool.bytes_taken == 2 * MIB
-    pool.give_back(small, ())
-    assert pool.trim() == 2 * MIB
-    assert pool.bytes_held == 0
-    whole(pool.take(3 * MIB), 3 * MIB)
-
-
-def test_trim_leaves_large_slabs_so_that_buffers_stay_whole():
-    pool = HostPool(Counting())
-    sizes = [8 * MIB] * 16 + [32 * MIB] * 8
-    for buffer in [pool.take(size) for size in sizes]:
-        pool.give_back(buffer, ())
-    assert pool.trim(keep=128 * MIB) == 256 * MIB
-    buffers = [pool.take(size) for size in [32 * MIB] * 3 + [8 * MIB] * 4]
-    assert [len(buffer.parts) for buffer in buffers] == [1] * 7
-    assert pool.bytes_held == 128 * MIB
-
-
-def test_a_context_that_is_dropped_frees_its_host_memory_at_once():
-    """Also what its last backward returned, which nothing has sorted in."""
-    context, sync = make(3, 5)
-    layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(5)]
-    with no_gc():
-        forward(layers, torch.randn(1024, 512), context, sync).sum().backward()
-        pool = next(iter(context._engine._transfers.values())).pool
-        memory = [weakref.ref(slab) for slab in pool._slabs.values()]
-        assert pool.returned or memory
-        del pool, context, sync
-        assert memory
-        assert not any(ref() is not None for ref in memory)
 
 
 @pytest.mark.parametrize("last", range(3))

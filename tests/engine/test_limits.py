@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import forward, nothing_held
 
-import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine import eligibility
@@ -59,12 +58,3 @@ def _final(tensor: torch.Tensor) -> None:
 
 def _storage(note: object) -> eligibility.StorageRef:
     return note.storage if isinstance(note, eligibility.Final) else note
-
-
-def test_a_mark_is_kept_as_long_as_its_tensor() -> None:
-    """However many marks are made on others meanwhile."""
-    tensor = torch.zeros(4)
-    actoffload.mark_not_offload(tensor, None)
-    for _ in range(1000):
-        actoffload.mark_not_offload(torch.zeros(4), None)
-    assert tensor.untyped_storage()._cdata in eligibility.kept

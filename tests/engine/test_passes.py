@@ -50,53 +50,6 @@ def test_three_forwards_then_their_backwards_in_any_order(layers, order):
     nothing_held(context)
 
 
-def test_gradient_accumulation(layers):
-    context, sync = make(3, 5)
-    for k in range(4):
-        forward(list(layers), data(k), context, sync).square().sum().backward()
-    got = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    for k in range(4):
-        plain(list(layers), data(k)).square().sum().backward()
-    assert all(same_bits(a, p.grad) for a, p in zip(got, layers.parameters(), strict=True))
-    assert context.statistics().passes == 4
-
-
-def test_two_passes_in_one_backward(layers):
-    """A siamese loss: two forwards, one graph."""
-    context, sync = make(3, 5)
-
-    def run(go):
-        return (go(data(1)) - go(data(2))).square().sum()
-
-    want = gradients(layers, run(lambda x: plain(list(layers), x)))
-    loss = run(lambda x: forward(list(layers), x, context, sync))
-    got = gradients(layers, loss)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    del loss
-    nothing_held(context)
-
-
-@pytest.mark.parametrize("between", ["a validation", "half a validation", "an inference", "nothing"])
-def test_validation_between_forward_and_backward(layers, between):
-    context, sync = make(3, 5)
-    loss = forward(list(layers), data(0), context, sync).square().sum()
-    if between == "inference":
-        with torch.inference_mode():
-            forward(list(layers), data(1), context, sync)
-    elif between != "nothing":
-        with torch.no_grad():
-            forward(list(layers)[: 2 if "half" in between else 5], data(1), context, sync)
-    check(layers, 0, loss)
-    del loss
-    context.reset_statistics()
-    check(layers, 2, forward(list(layers), data(2), context, sync).square().sum())
-    statistics = context.statistics()
-    assert statistics.passes == 1
-    assert statistics.reloaded_on_demand == 0
-    nothing_held(context)
-
-
 def test_no_grad_saves_nothing_and_layers_follow_each_other(layers):
     """With a change between the layers no output of ours lives on; the numbers of the layers go on all the same."""
     context, sync = make(3, 5)
@@ -138,83 +91,6 @@ def test_layers_that_save_nothing_and_need_no_gradient_follow_each_other(layers)
         x = sync(x) * 1.5
     x.sum().backward()
     assert context.statistics().passes == 1
-
-
-def test_an_abandoned_forward(layers):
-    context, sync = make(3, 5)
-    forward(list(layers), data(1), context, sync)
-    check(layers, 0, forward(list(layers), data(0), context, sync).square().sum())
-    forward(list(layers)[:2], data(1), context, sync)
-    check(layers, 0, forward(list(layers), data(0), context, sync).square().sum())
-    assert context.statistics().passes == 4
-    assert context.statistics().reloaded_on_demand == 0
-    nothing_held(context)
-
-
-def test_early_exit_with_a_backward(layers):
-    context, sync = make(3, 5)
-    front = nn.ModuleList(list(layers)[:3])
-    for _ in range(2):
-        y = forward(list(front), data(0), context, sync)
-        want = gradients(front, plain(list(front), data(0)).square().sum())
-        got = gradients(front, y.square().sum())
-        assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-        check(layers, 1, forward(list(layers), data(1), context, sync).square().sum())
-    assert context.statistics().passes == 4
-
-
-def test_gradient_of_an_inner_layer(layers):
-    context, sync = make(3, 5)
-    xs = [data()]
-    for layer in layers:
-        with context:
-            x = layer(xs[-1])
-        xs.append(sync(x))
-    ys = [data()]
-    for layer in layers:
-        ys.append(layer(ys[-1]))
-    for inner in (4, 2, 3):
-        (want,) = torch.autograd.grad(ys[-1].square().sum(), ys[inner], retain_graph=True)
-        (got,) = torch.autograd.grad(xs[-1].square().sum(), xs[inner], retain_graph=True)
-        assert same_bits(want, got)
-    (want,) = torch.autograd.grad(ys[2].square().sum(), layers[0][0].weight, retain_graph=True)
-    (got,) = torch.autograd.grad(xs[2].square().sum(), layers[0][0].weight, retain_graph=True)
-    assert same_bits(want, got)
-    check(layers, 0, xs[-1].square().sum())
-    del xs, x, got
-    nothing_held(context)
-
-
-def test_a_second_loss_on_an_inner_layer(layers):
-    context, sync = make(3, 5)
-
-    def run(step):
-        x, total = data(), 0.0
-        for k, layer in enumerate(layers):
-            x = step(layer, x)
-            total = total + (x.square().sum() if k in (1, 4) else 0.0)
-        return total
-
-    def one(layer, x):
-        with context:
-            x = layer(x)
-        return sync(x)
-
-    want = gradients(layers, run(lambda layer, x: layer(x)))
-    got = gradients(layers, run(one))
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    nothing_held(context)
-
-
-def test_a_layer_that_hands_its_input_on(layers):
-    """As layer drop does."""
-    context, sync = make(3, 5)
-    dropped = [layers[0], layers[1], nn.Identity(), layers[3], nn.Identity()]
-    want = torch.autograd.grad(plain(dropped, data()).sum(), layers[0][0].weight)
-    got = torch.autograd.grad(forward(dropped, data(), context, sync).sum(), layers[0][0].weight)
-    assert same_bits(*want, *got)
-    assert context.statistics().passes == 1
-    nothing_held(context)
 
 
 def test_new_pass(layers):

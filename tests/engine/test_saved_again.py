@@ -6,12 +6,9 @@ import pytest
 import torch
 from helpers import forward, make, nothing_held
 from torch import Tensor
-from wrappers import Two, values
 
 from actoffload import mark_not_offload
 from actoffload.device import ReferenceDevice
-from actoffload.engine.layout import View
-from actoffload.engine.storage import SavedStorage
 
 MODIFIED = "modified by an inplace operation"
 SHAPE = (16, 32)
@@ -98,14 +95,6 @@ def test_a_storage_that_is_saved_again_leaves_once(of):
     nothing_held(context)
 
 
-def test_the_conjugate_of_what_leaves_is_not_taken_for_it():
-    z = torch.randn(SHAPE, dtype=torch.complex64)
-    y, seen, _ = saving(z, z.conj(), z)
-    y.sum().backward()
-    assert torch.equal(seen[0], z)
-    assert torch.equal(seen[1], z.conj())
-
-
 @pytest.mark.parametrize("other", [lambda t: t.data, lambda t: torch.empty(0).set_(t.untyped_storage(), 0, SHAPE)])
 @pytest.mark.parametrize("edited", [0, 1])
 def test_each_name_is_judged_by_its_own_version_counter(other, edited):
@@ -118,26 +107,6 @@ def test_each_name_is_judged_by_its_own_version_counter(other, edited):
     assert names[1 - edited]._version == before
     with pytest.raises(RuntimeError, match=MODIFIED):
         y.sum().backward()
-
-
-def test_what_is_saved_again_after_a_change_is_another_tensor():
-    held = torch.randn(SHAPE)
-    seen: list[Tensor] = []
-
-    def layer(x):
-        x = Save.apply(x, seen, held.clone())
-        first = held.clone()
-        with torch.no_grad():
-            held.mul_(2.0)
-        x = Save.apply(x, seen, held)
-        return Save.apply(x, seen, held, first)
-
-    context, sync = make(1, 3)
-    y = forward([layer, *[torch.relu] * 2], start(), context, sync)
-    y.sum().backward()
-    assert torch.equal(seen[0], held)
-    assert torch.equal(seen[1], held / 2.0)
-    assert torch.equal(seen[-1], held / 2.0)
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["one layer", "two layers"])
@@ -160,21 +129,6 @@ def test_parts_with_version_counters_of_their_own_are_edited_one_after_the_other
     wanted = {part.data_ptr(): part for part in (one, other)}
     assert len(seen) == len(wanted)
     assert {float(part.sum()) for part in seen} == {float(part.sum()) for part in wanted.values()}
-
-
-def test_a_copy_of_before_an_edit_is_not_that_of_a_name_with_a_counter_of_its_own():
-    held, seen = torch.randn(SHAPE), list[Tensor]()
-    before = held.clone()
-
-    def layer(x: Tensor) -> Tensor:
-        unused = Save.apply(x, [], held)
-        with torch.no_grad():
-            held.mul_(2.0)
-        return Save.apply(x, seen, held.data) + unused.detach()
-
-    context, sync = make(1, 3)
-    forward([layer, *[torch.relu] * 2], start(), context, sync).sum().backward()
-    assert torch.equal(seen[0], before * 2.0)
 
 
 def test_edited_names_of_one_counter_are_copied_once():
@@ -201,53 +155,7 @@ def test_a_mark_counts_though_the_tensor_was_saved_before():
     assert all(torch.equal(tensor, held) for tensor in seen)
 
 
-def test_a_part_of_a_wrapper_that_was_changed_is_another_tensor():
-    """The change counts on the wrapper alone, and the part has other bytes all the same."""
-    context, _ = make(1, 3)
-    two = Two(values(), values())
-    with context:
-        current = context.current_pass
-        pack = current.packer(current.layers[-1])
-        compound = pack(two)
-        storages = [part.storage for part in compound.parts.values()]
-        unchanged = pack(two.b)
-        with torch.no_grad():
-            two.add_(1)
-        changed = pack(two.a)
-    assert two.a._version == 0
-    assert unchanged.storage in storages
-    assert changed not in storages
-    assert isinstance(changed, SavedStorage)
-
-
-def test_each_layer_holds_what_another_has_saved_before():
-    held = torch.randn(SHAPE)
-    seen: list[Tensor] = []
-    context, sync = make(2, 4)
-    saves = [lambda x: Save.apply(x, seen, held, held)] * 2
-    y = forward([*saves, *[lambda x: x * 1.0] * 2], start(), context, sync)
-    first, second, *_ = context.current_pass.layers
-    assert [len(layer.storages) for layer in (first, second)] == [1, 1]
-    assert first.living() == second.living()
-    y.sum().backward()
-    assert context.statistics().tensors_offloaded == 1
-    assert all(torch.equal(tensor, held) for tensor in seen)
-
-
 # Other orders
-
-
-def test_host_memory_takes_tensors_of_other_orders():
-    device = Noting()
-    context, sync = make(1, 3, device=device)
-    for stride in ((1, 32), (16, 1), (1, 32)):
-        tensor = torch.randn(512).as_strided((32, 16), stride)
-        seen: list[Tensor] = []
-        layers = [lambda x, seen=seen, tensor=tensor: Save.apply(x, seen, tensor), *[torch.relu] * 2]
-        y = forward(layers, start(), context, sync)
-        y.sum().backward()
-        assert same(seen[0], tensor)
-    assert context.statistics().host_bytes_high_water == 2048
 
 
 FILLING = {
@@ -286,26 +194,6 @@ def test_other_views_of_a_storage_that_moved_in_another_order():
     assert len(device.out) == 1
     y.sum().backward()
     assert all(map(same, seen, tensors))
-
-
-@pytest.mark.parametrize(
-    ("size", "stride"),
-    [
-        ((2, 2, 2), (1, 1, 5)),  # as many elements as bytes allow, and the last one at the end, but some twice
-        ((2, 2, 2), (2, 2, 3)),
-        ((8, 2), (1, 0)),
-        ((8,), (2,)),
-    ],
-)
-def test_what_overlaps_or_has_gaps_does_not_fill(size, stride):
-    assert not View(torch.uint8, torch.Size(size), stride, 0, False, False).fills(8)
-
-
-@pytest.mark.parametrize(("size", "stride"), FILLING.values(), ids=FILLING)
-def test_what_fills(size, stride):
-    assert View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1024)
-    assert not View(torch.int16, torch.Size(size), stride, 2, False, False).fills(1024)
-    assert not View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1026)
 
 
 # Another tensor at the place of an earlier pass
@@ -378,12 +266,3 @@ def test_a_negated_view_at_the_place_of_an_earlier_pass():
         y.sum().backward()
         assert torch.equal(seen[1], of(tensor))
         assert torch.equal(seen[2], tensor)
-
-
-def test_layers_learn_their_places_in_the_first_pass():
-    context, sync = make(1, 3)
-    for _ in range(3):
-        y = forward([lambda x: Save.apply(x, [], BEFORE(), BEFORE()), *[torch.relu] * 2], start(), context, sync)
-        layer = context.current_pass.layers[0]
-        y.sum().backward()
-    assert len(layer.layouts) == 2

@@ -98,20 +98,6 @@ def test_a_model_that_changed_is_read_again(change: Callable[[nn.Module], Tensor
     assert reason(ModelTensors(net, first), new) is expected
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_model_that_did_not_change_is_read_once(wrapped: bool):
-    net = model()
-    if wrapped:
-        net[1][0].weight = nn.Parameter(Two(torch.ones(4, 4), torch.ones(4, 4)))
-    first = ModelTensors(net)
-    assert reason(first, net[0].weight) is Reason.PARAMETER
-    second = ModelTensors(net, ModelTensors(net, first))  # the pass between saved nothing
-    # Only a table that is not read can be wrong.
-    first._reasons[address(net[0].weight.untyped_storage())] = Reason.BUFFER
-    assert reason(second, net[0].weight) is Reason.BUFFER
-    assert reason(second, net[1][1].running_mean) is Reason.BUFFER
-
-
 def test_what_was_read_keeps_no_module_and_no_parameter():
     net = model()
     tensors = ModelTensors(net)

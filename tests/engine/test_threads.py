@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from helpers import forward, make, make_manual, nothing_held, plain, same_bits
+from helpers import forward, make, nothing_held, plain, same_bits
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
@@ -66,60 +66,6 @@ def test_threads_train_side_by_side(shared):
         assert statistics.passes == steps * (3 if shared else 1)
         assert statistics.bytes_reloaded > 0
         assert statistics.reloaded_on_demand == 0
-
-
-def test_each_thread_has_layers_of_its_own():
-    """One thread is inside a layer while another goes through a whole pass."""
-    context, sync = make(3, 5)
-    layers = model(0)
-    inside, done = threading.Event(), threading.Event()
-
-    def slow():
-        with context:
-            layers[0](torch.randn(64, 64))
-            inside.set()
-            assert done.wait(10)
-            assert len(context.current_pass.layers) == 1
-
-    def quick():
-        assert inside.wait(10)
-        forward(list(model(1)), torch.randn(64, 64), context, sync).sum().backward()
-        done.set()
-
-    together(slow, quick)
-
-
-def test_backward_in_another_thread_than_forward():
-    context, sync = make(3, 5)
-    layers = model(0)
-    x = torch.randn(64, 64)
-    y = forward(list(layers), x, context, sync)
-    together(lambda: y.square().sum().backward())
-    got = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    plain(list(layers), x).square().sum().backward()
-    assert all(same_bits(a, p.grad) for a, p in zip(got, layers.parameters(), strict=True))
-    assert context.statistics().reloaded_on_demand == 0
-    assert context.statistics().resident_bytes == 0
-
-
-def test_manual_calls_from_a_hook_on_autograds_thread():
-    """On an accelerator backward runs on a thread of autograd's own; a hook there asks for the next layer."""
-    context, sync, controller = make_manual(3)
-    layers = model(0)[:3]
-    x = torch.randn(64, 64)
-    called = []
-    for k, layer in enumerate(layers):
-        with context:
-            x = layer(x)
-        x = sync(x)
-        if k == 1:
-            x.register_hook(lambda g: called.append(controller.start_reload_layer(0)))
-    controller.start_offload_layer(0)
-    controller.release_activation_forward_gpu_memory(0)
-    together(lambda: x.sum().backward())
-    assert len(called) == 1
-    assert context.statistics().reloaded_on_demand == 0
 
 
 def test_threads_run_backwards_through_one_retained_graph():

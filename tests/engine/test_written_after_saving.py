@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import forward, make, make_manual, nothing_held
+from helpers import forward, make, nothing_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 from whole_model import equal, offload
@@ -123,28 +123,6 @@ def test_gradients_in_a_context(name):
     model = Net(name)
     context, sync = make(2, 4)
     equal(train(model, lambda x: forward(model.blocks, x, context, sync)), want)
-
-
-@each_operator
-@pytest.mark.usefixtures("offload_small_tensors")
-def test_gradients_with_manual_synchronization(name):
-    want = train(Net(name))
-    model = Net(name)
-    context, sync, controller = make_manual(4)
-
-    def call(x):
-        for k, block in enumerate(model.blocks):
-            with context:
-                x = block(x)
-            x = sync(x)
-            if k < 3:
-                controller.start_offload_layer(k)
-                controller.release_activation_forward_gpu_memory(k)
-        for k in range(3):
-            controller.start_reload_layer(k)
-        return x
-
-    equal(train(model, call), want)
 
 
 def test_the_noise_is_copied_with_the_next_node():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
+import helpers
 import pytest
 import torch
 
 from actoffload import device as devices
 from actoffload.device.accelerator import Accelerator
-
-# cuBLAS chooses algorithms by workspace size; with a fixed size, eager, side-stream and captured runs are comparable.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,11 +22,5 @@ def separator() -> None:
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    with helpers.deterministic():
+        yield

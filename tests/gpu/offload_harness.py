@@ -72,12 +72,3 @@ def peak(model: nn.Module, seed: int = 0) -> int:
         run_step(model, seed)
     model.zero_grad(set_to_none=False)
     return requested_peak(meter)
-
-
-def settled_peak(model: nn.Module) -> int:
-    """Return the peak of a step after two warm-up steps; require the same peak for three seeds."""
-    for seed in range(2):
-        peak(model, seed)
-    peaks = {peak(model, seed) for seed in range(3)}
-    assert len(peaks) == 1, "the peak differs between runs"
-    return peaks.pop()

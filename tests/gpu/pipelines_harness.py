@@ -1,6 +1,6 @@
 """Pipelines of several processes without offload and with: what each rank saw.  Rehearsed on CPUs when called by hand.
 
-PYTHONPATH=src:tests:tests/gpu python tests/gpu/pipelines_harness.py cpu 4
+PYTHONPATH=src:tests/support:tests/gpu python tests/gpu/pipelines_harness.py cpu 4
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests", "tests/gpu")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests/support", "tests/gpu")]
 
 from gpu_harness import KINDS, flash, requested_peak  # noqa: E402 - lies beside this file, as does what follows elsewhere
 from processes import run_ranks  # noqa: E402

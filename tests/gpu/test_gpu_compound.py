@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from gpu_harness import (
     CUDA,
     DEVICE,
-    Delayed,
     Result,
     collect,
-    flash,
     forward,
     lenient,
     loss,
@@ -28,9 +24,8 @@ from gpu_harness import (
     requested_bytes,
 )
 from torch import nn
-from wrappers import Join, QuantizedTensor, Scaled, Split, Two, Uses, read
+from wrappers import QuantizedTensor, Scaled, Two, Uses, read
 
-from actoffload import device as devices
 from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, *lenient]
@@ -39,62 +34,8 @@ ROWS, WIDTH = (4096 if CUDA else 512), 512
 LAYERS, OFFLOADED = 6, 3
 
 
-class Pair(nn.Module):
-    """A gated MLP that computes on a wrapper of two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(Two(torch.randn(WIDTH, WIDTH) / 32, torch.randn(WIDTH, WIDTH) / 32))
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = Split.apply(x) @ self.up.t()
-        return x + self.down(Join.apply(F.gelu(h) * h.sigmoid()))
-
-
-def pairs() -> nn.ModuleList:
-    """Return layers with wrapped weights; `Module.to` does not move the parts of a wrapped parameter."""
-    torch.manual_seed(1)
-    layers = nn.ModuleList([Pair() for _ in range(LAYERS)])
-    for layer in layers:
-        layer.down.to(DEVICE)
-        layer.up = nn.Parameter(Two(layer.up.a.to(DEVICE), layer.up.b.to(DEVICE)))
-    return layers
-
-
 def some_input(seed: int, rows: int = ROWS) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
-
-
-def flat(result: Result) -> Result:
-    """Replace each wrapped gradient by its parts."""
-    grads = [part for grad in result.grads for part in ((grad.a, grad.b) if isinstance(grad, Two) else (grad,))]
-    return Result(result.output, grads)
-
-
-def step(layers: nn.ModuleList, x: torch.Tensor, pair: Any) -> Result:
-    output = forward(layers, x, pair)
-    loss(output).backward()
-    return flat(collect(layers, output))
-
-
-@pytest.mark.parametrize("delays", [{}, {"d2h": 20_000_000}, {"h2d": 20_000_000, "compute": 4_000_000}])
-def test_operations_on_wrappers(delays: dict[str, int]) -> None:
-    layers = pairs()
-    device = Delayed(**delays)
-    with devices.use(device):
-        context, sync = offload(OFFLOADED, LAYERS)
-    for seed in range(3):
-        expected = step(layers, some_input(seed), no_offload())
-        assert step(layers, some_input(seed), (context, sync)).differences(expected) == []
-    assert (device.delays > 0) == bool(delays)
-    statistics = context.statistics()
-    # Two parts of the product, outputs of GELU and sigmoid; input of the layer, its double, and input of the linear.
-    assert statistics.bytes_offloaded >= 3 * OFFLOADED * 6 * ROWS * WIDTH * 4
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded
-    assert statistics.reloaded_on_demand == 0
-    assert Reason.SUBCLASS not in statistics.tensors_kept
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
 
 
 class SavesQuantized(nn.Module):
@@ -131,82 +72,6 @@ def test_quantized_tensors_are_offloaded(kind: str) -> None:
     assert statistics.tensors_kept[Reason.SMALL] == LAYERS  # the scales
     if CUDA:
         assert held[0] - held[2] == statistics.bytes_offloaded
-
-
-def test_a_captured_step_with_wrappers() -> None:
-    if not CUDA:
-        pytest.skip("captures need CUDA")
-    layers, static = pairs(), some_input(0)
-    context, sync = offload(OFFLOADED, LAYERS)
-
-    def run() -> torch.Tensor:
-        layers.zero_grad(set_to_none=True)
-        output = forward(layers, static.clone(), (context, sync))
-        loss(output).backward()
-        return output.detach()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    layers.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-    grads = [parameter.grad for parameter in layers.parameters()]
-    for seed in (1, 2):
-        static.copy_(some_input(seed))
-        graph.replay()
-        torch.cuda.synchronize()
-        got = flat(Result(output.clone(), [grad.clone() for grad in grads]))
-        layers.zero_grad(set_to_none=True)
-        assert step(layers, some_input(seed), no_offload()).differences(got) == []
-    assert context.statistics().bytes_offloaded > 0
-
-
-class Attention(nn.Module):
-    """A pre-norm attention block on sequences of different lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.qkv = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        q, k, v = (linear(y).unflatten(-1, [8, WIDTH // 8]).transpose(1, 2) for linear in self.qkv)
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
-
-
-@needs_cuda
-def test_attention_on_jagged_tensors() -> None:
-    torch.manual_seed(1)
-    layers = nn.ModuleList([Attention() for _ in range(LAYERS)]).to(DEVICE, torch.bfloat16)
-    bounds = [0, ROWS // 8, ROWS // 2, ROWS // 2 + 100, ROWS]
-    offsets = torch.tensor(bounds, device=DEVICE)
-    longest = max(b - a for a, b in itertools.pairwise(bounds))
-
-    def run(seed: int, pair: Any) -> Result:
-        x = torch.nested.nested_tensor_from_jagged(
-            some_input(seed).bfloat16(), offsets, min_seqlen=100, max_seqlen=longest
-        )
-        output = forward(layers, x, pair).values()
-        loss(output).backward()
-        return collect(layers, output)
-
-    pair = offload(OFFLOADED, LAYERS)
-    with flash():
-        for seed in range(3):
-            expected = run(seed, no_offload())
-            assert run(seed, pair).differences(expected) == []
-    statistics = pair[0].statistics()
-    # Input of the layer, output of the norm, query, key, value, and output of the attention.
-    assert statistics.bytes_offloaded >= 3 * OFFLOADED * 6 * ROWS * WIDTH * 2
-    assert Reason.SUBCLASS not in statistics.tensors_kept
-    assert statistics.reloaded_on_demand == 0
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_harness import CUDA, DEVICE, forward, lenient, needs_cuda, no_offload, offload
-from moe_harness import captured, generator, no_synchronization, same_bits
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.moe import GroupedMLP, grouped_mlp, indices_to_multihot
+from actoffload.moe import GroupedMLP, indices_to_multihot
 from actoffload.moe import grouped_linear as groups
 from actoffload.report import Reason
 
@@ -86,23 +86,6 @@ def test_experts_against_plain_autograd(activation: str, way: str) -> None:
     for gradient in got[2:]:
         for count, of_expert in zip(COUNTS, gradient, strict=True):
             assert count or not of_expert.any()
-
-
-@needs_kernel
-def test_rows_after_the_last_expert() -> None:
-    mlp, total = experts(), sum(COUNTS)
-    x, grad = tokens(total + 333), tokens(total + 333, seed=7)
-    x[total:] = grad[total:] = float("nan")
-    counts = on_device(COUNTS)
-    run_experts(mlp, x, counts, grad, padded=True)
-    poison()
-    with no_synchronization():
-        got = run_experts(mlp, x, counts, grad, padded=True)
-    want = run_experts(mlp, x[:total], counts, grad[:total])
-    for mine, theirs in zip(got[:2], want[:2], strict=True):
-        assert same_bits(mine[:total], theirs)
-        assert not mine[total:].any()
-    assert all(map(same_bits, got[2:], want[2:]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
@@ -217,18 +200,6 @@ def test_no_tokens_at_all() -> None:
     assert done.stdout.strip() == "all zero", done.stderr[-2000:]
 
 
-@needs_kernel
-def test_offsets_are_cumulative_counts() -> None:
-    mlp = experts()
-    x = tokens(sum(COUNTS))
-    counts = on_device(COUNTS)
-    with no_synchronization():
-        a, b = mlp(x, counts), mlp(x, offsets=counts.cumsum(0, dtype=torch.int32))
-        c = grouped_mlp(x, None, mlp.fc1_weight, mlp.fc2_weight, offsets=counts.cumsum(0))
-    assert same_bits(a, b)
-    assert same_bits(a, c)
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 @needs_kernel
 def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
@@ -257,3 +228,82 @@ def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
     everyone = [mlp(x, [TOKENS * (e == k) for k in range(EXPERTS)]) for e in range(EXPERTS)]
     dense = sum(probabilities[:, e, None].float() * y.float() for e, y in enumerate(everyone))
     assert torch.allclose(results[0].float(), dense, rtol=0, atol=0.02 * dense.abs().max().item())
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Make every operation that synchronizes raise an error."""
+    if not CUDA:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Any]:
+    """Capture `run` in a CUDA graph after a warm-up on a side stream; return its results and the graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph
+
+
+TOKENS, TOPK, EXPERTS = 4096, 2, 8
+
+
+def masked(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Build the tables by indexing with a mask."""
+    here = indices != -1
+    rows = torch.arange(len(indices), device=indices.device).repeat_interleave(here.sum(dim=1))
+    routing_map = torch.zeros(len(indices), num_experts, dtype=torch.bool, device=indices.device)
+    probabilities = probs.new_zeros(len(indices), num_experts)
+    routing_map[rows, indices[here]] = True
+    probabilities[rows, indices[here]] = probs[here]
+    return routing_map, probabilities
+
+
+def routing(dtype: torch.dtype, seed: int = 0, keep: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
+    """Return indices without duplicates in a row, probabilities, and a gradient of the table."""
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator(seed), device=DEVICE)
+    probs, indices = scores.to(dtype).topk(TOPK)
+    away = torch.rand(indices.shape, generator=generator(seed + 1), device=DEVICE) > keep
+    grad = torch.randn(TOKENS, EXPERTS, generator=generator(seed + 2), device=DEVICE).to(dtype)
+    return indices.masked_fill(away, -1), probs, grad.masked_fill(grad.abs() < 0.1, -0.0)
+
+
+def tables(function: Callable[..., tuple[Tensor, Tensor]], drawn: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    indices, probs, grad = drawn
+    leaf = probs.clone().requires_grad_()
+    routing_map, probabilities = function(indices, leaf, EXPERTS)
+    return [routing_map, probabilities, *torch.autograd.grad(probabilities, leaf, grad)]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("keep", [0.7, 1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_tables_have_the_bits_of_indexing_with_a_mask(dtype: torch.dtype, keep: float, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    drawn = routing(dtype, keep=keep)
+    want = tables(masked, drawn)
+    with no_synchronization():
+        got = tables(indices_to_multihot, drawn)
+    assert all(map(same_bits, want, got))

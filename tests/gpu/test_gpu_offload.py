@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_harness import CUDA, DEVICE, WIDTH, driver_calls, flash, lenient, make_input, needs_cuda, patched
-from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, run_step, settled_peak, step
+import torch.nn.functional as F
+from gpu_harness import CUDA, DEVICE, WIDTH, driver_calls, flash, lenient, make_input, needs_cuda, occupy, patched
+from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, run_step, step
 from torch import Tensor, nn
 
 from actoffload.measure import MemoryMeter
@@ -96,6 +97,15 @@ def test_a_model_that_does_not_fit_trains_from_the_first_step_on() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def settled_peak(model: nn.Module) -> int:
+    """Return the peak of a step after two warm-up steps; require the same peak for three seeds."""
+    for seed in range(2):
+        peak(model, seed)
+    peaks = {peak(model, seed) for seed in range(3)}
+    assert len(peaks) == 1, "the peak differs between runs"
+    return peaks.pop()
+
+
 # Memory
 
 
@@ -143,17 +153,6 @@ def test_the_peak_drops_by_the_offloaded_bytes(num_layers: int) -> None:
 
 
 @needs_cuda
-def test_the_allocated_peak_drops_by_at_least_99_5_percent() -> None:
-    """Like the test above, by the allocated bytes, which include the rounding of the allocator."""
-    model = make("linear")
-    settled_peak(model)
-    without = torch.cuda.max_memory_allocated()
-    offload(model, num_layers=6)
-    settled_peak(model)
-    assert (without - torch.cuda.max_memory_allocated()) / (6 * NBYTES) >= 0.995
-
-
-@needs_cuda
 @pytest.mark.parametrize("how", OPTIONS)
 def test_r_of_a_transformer(how: str) -> None:
     """The measured peak drops by at least 99.5 % of the bytes that the report expects."""
@@ -167,28 +166,6 @@ def test_r_of_a_transformer(how: str) -> None:
     assert report.expected_bytes > 0
     # The first backward adds its workspace to the peak, the same with and without offloading.
     assert (without - with_offload) / report.expected_bytes >= 0.995
-
-
-def test_held_tensors_do_not_lower_the_peak_and_are_reported() -> None:
-    class Holding(Net):
-        held: list[Tensor]
-
-        def forward(self, x: Tensor) -> Tensor:
-            x, self.held = self.stem(x), []
-            for block in self.blocks:
-                x = block(x)
-                self.held.append(x)
-            self.held = self.held[:3]
-            return x
-
-    model = make("linear", of=Holding)
-    handle = offload(model, num_layers=6)
-    with handle.recording():
-        run_step(model, 0)
-    report = handle.report()
-    assert (report.expected_bytes, report.dropped_bytes) == (6 * NBYTES, 3 * NBYTES)
-    assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
-    assert all("held" in holder.paths[0] for held in report.held for holder in held.holders)
 
 
 # Synchronization and allocation
@@ -255,6 +232,30 @@ def test_the_profiler_sees_no_runtime_call_that_waits_or_allocates() -> None:
 # Streams
 
 
+class TwoStreams(nn.Module):
+    """A layer that computes, and saves tensors, partly on a side stream."""
+
+    def __init__(self, width: int, side: Any, delay: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+        self.side, self.delay = side, delay
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        if self.side is None:
+            return x + self.two(F.gelu(hidden)) + hidden.sin()
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            occupy(self.delay)
+            branch = self.two(F.gelu(hidden))
+        hidden.record_stream(self.side)
+        direct = hidden.sin()
+        main.wait_stream(self.side)
+        branch.record_stream(main)
+        return x + branch + direct
+
+
 @needs_cuda
 def test_steps_on_two_streams_in_turns() -> None:
     model = make("mlp", 6)
@@ -273,8 +274,6 @@ def test_steps_on_two_streams_in_turns() -> None:
 @needs_cuda
 @pytest.mark.parametrize("delay", [0, 2_000_000])
 def test_blocks_that_use_a_stream_of_their_own(delay: int) -> None:
-    from test_gpu_streams import TwoStreams
-
     torch.manual_seed(3)
     model = nn.Sequential(*[TwoStreams(WIDTH, None, 0) for _ in range(6)]).to(DEVICE)
     want = expected(model, range(4))

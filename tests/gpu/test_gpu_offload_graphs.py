@@ -199,30 +199,6 @@ def test_the_recorded_step_time_agrees_with_events() -> None:
     assert 0.5 * seconds <= handle.timeline().timeline.end <= 1.05 * seconds
 
 
-def test_a_report_after_recording() -> None:
-    model = make("mlp")
-    handle = recorded(model, num_layers=8)
-    report = handle.report()
-    assert report.step_seconds is not None
-    assert [group.name for group in report.groups] == [f"blocks.{k}" for k in range(LAYERS)]
-    for group in report.groups:
-        assert group.forward_seconds is not None
-        assert group.backward_seconds is not None
-        assert group.stall_seconds is not None
-        assert group.forward_seconds >= 0
-        assert group.backward_seconds >= 0
-    totals = report.totals
-    spent = totals.forward_seconds + totals.backward_seconds + totals.stall_seconds
-    assert 0.5 * report.step_seconds <= spent <= report.step_seconds * 1.001
-    assert totals.bytes_offloaded == handle.statistics().bytes_offloaded
-    text = " ".join(str(report).split())
-    for word in ("blocks.0", "R ", "step"):
-        assert word in text
-    assert report.advice
-    for sentence in report.advice:
-        assert " ".join(sentence.split()) in text
-
-
 @needs_cuda
 def test_a_recorded_step_changes_no_bit_and_does_not_synchronize() -> None:
     model = make("attention", 8)

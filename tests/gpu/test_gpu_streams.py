@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from gpu_harness import (
     DEVICE,
-    WIDTH,
     collect,
     forward,
     lenient,
@@ -19,69 +16,12 @@ from gpu_harness import (
     make_layers,
     needs_cuda,
     no_offload,
-    occupy,
     offload,
     step,
 )
 from torch import nn
 
 pytestmark = [pytest.mark.gpu, *lenient]
-
-
-class TwoStreams(nn.Module):
-    """A layer that computes, and saves tensors, partly on a side stream."""
-
-    def __init__(self, width: int, side: Any, delay: int) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
-        self.side, self.delay = side, delay
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x)
-        if self.side is None:
-            return x + self.two(F.gelu(hidden)) + hidden.sin()
-        main = torch.cuda.current_stream()
-        self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
-            occupy(self.delay)
-            branch = self.two(F.gelu(hidden))
-        hidden.record_stream(self.side)
-        direct = hidden.sin()
-        main.wait_stream(self.side)
-        branch.record_stream(main)
-        return x + branch + direct
-
-
-@needs_cuda
-@pytest.mark.parametrize("delay", [0, 2_000_000])
-def test_side_stream_saves_tensors(delay: int) -> None:
-    torch.manual_seed(3)
-    layers = nn.ModuleList([TwoStreams(WIDTH, None, 0) for _ in range(6)]).to(DEVICE)
-    expected = [step(layers, seed, no_offload()) for seed in range(4)]
-    for layer in layers:
-        layer.side, layer.delay = torch.cuda.Stream(), delay
-    pair = offload(3, 6)
-    for seed in range(4):
-        assert step(layers, seed, no_offload()).differences(expected[seed]) == []
-        assert step(layers, seed, pair).differences(expected[seed]) == []
-    assert pair[0].statistics().tensors_offloaded >= 4 * 3 * 3
-    assert pair[0].statistics().resident_bytes == 0
-
-
-@needs_cuda
-def test_whole_step_on_a_side_stream() -> None:
-    layers = make_layers("mlp", 6)
-    expected = [step(layers, seed, no_offload()) for seed in range(4)]
-    torch.cuda.synchronize()
-    pair = offload(3, 6)
-    side = torch.cuda.Stream()
-    for seed in range(4):  # steps alternate between two streams, which reuse the same host buffers
-        with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
-            result = step(layers, seed, pair)
-        torch.cuda.synchronize()
-        assert result.differences(expected[seed]) == []
-    statistics = pair[0].statistics()
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
 def test_two_threads_share_a_context() -> None:

@@ -55,15 +55,7 @@ def test_back_ends(backend, options):
         assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
 
 
-def test_what_a_fused_back_end_does_not_save_is_not_offloaded():
-    bytes_offloaded = {
-        backend: both(training(lambda: Net(lambda: Attending(backend)))).statistics().bytes_offloaded  # noqa: B023
-        for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
-    }
-    saved = bytes_offloaded[SDPBackend.MATH] - bytes_offloaded[SDPBackend.FLASH_ATTENTION]
-    assert saved > STEPS * OFFLOADED * SCORES * 0.9
-
-
+@pytest.mark.usefixtures("way")
 def test_dropout_in_attention():
     """The mask of dropout is saved and offloaded like any other; random numbers are drawn as without offload."""
     make = functools.partial(Net, lambda: Attending(SDPBackend.MATH, 0.1, dropout_p=0.2))
@@ -71,26 +63,7 @@ def test_dropout_in_attention():
     assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
 
 
-def test_fewer_heads_for_keys_and_values():
-    class Grouped(Block):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
-
-    both(training(lambda: Net(Grouped)))
-
-
-def test_attention_written_out():
-    """Scores, a mask, softmax and dropout by hand, with views and in-place operations."""
-
-    class Written(Block):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scores = (q @ k.transpose(-2, -1)).mul_(q.shape[-1] ** -0.5).masked_fill_(~mask(), float("-inf"))
-            return F.dropout(scores.softmax(-1), 0.1) @ v
-
-    statistics = both(training(lambda: Net(Written))).statistics()
-    assert statistics.bytes_offloaded > STEPS * OFFLOADED * SCORES
-
-
+@pytest.mark.usefixtures("way")
 def test_multi_head_attention_module():
     class Module(nn.Module):
         def __init__(self) -> None:
@@ -103,17 +76,6 @@ def test_multi_head_attention_module():
             return x + self.attention(y, y, y, need_weights=False)[0][0]
 
     both(training(lambda: Net(Module)))
-
-
-def test_transformer_layers_of_pytorch():
-    def layer() -> nn.Module:
-        return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True)
-
-    class Batched(Net):
-        def call(self, block: nn.Module, x: Tensor) -> Tensor:
-            return block(x.unsqueeze(0))[0]
-
-    both(training(lambda: Batched(layer)))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of attention on the CPU

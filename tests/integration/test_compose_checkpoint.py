@@ -21,7 +21,6 @@ from composing import (
     both,
     dropping,
     gradients,
-    hooked,
     train,
     training,
 )
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
@@ -80,22 +78,10 @@ def only_inputs(handle: actoffload.OffloadHandle, offloaded: int = OFFLOADED, re
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("place")
 @variants
 def test_each_block_in_a_region(reentrant):
     only_inputs(both(training(lambda: Checkpointed(use_reentrant=reentrant))))
-
-
-def test_a_region_does_not_stop_early():
-    only_inputs(both(training(lambda: Checkpointed(use_reentrant=False, early_stop=False))))
-
-
-@variants
-def test_a_region_inside_of_each_block(reentrant):
-    class Inner(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    only_inputs(both(training(lambda: Net(lambda: Inner(0.1)))))
 
 
 @variants
@@ -105,16 +91,6 @@ def test_regions_of_several_blocks(reentrant, each):
     handle = both(training(lambda: Regions(each, use_reentrant=reentrant)))
     saved_by = [first + each - 1 if reentrant else first for first in range(0, BLOCKS, each)]
     only_inputs(handle, offloaded=sum(group < OFFLOADED for group in saved_by), regions=BLOCKS // each)
-
-
-@variants
-def test_a_sequence_in_segments(reentrant):
-    class Segments(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(checkpoint_sequential(list(self.blocks), 3, self.inp(x), use_reentrant=reentrant))
-
-    # The last segment is not checkpointed; its two blocks are kept.
-    assert both(training(lambda: Segments(dropping))).statistics().bytes_offloaded == STEPS * 2 * STREAM
 
 
 @variants
@@ -209,23 +185,6 @@ def test_selective_checkpointing():
     assert saved
 
 
-@variants
-def test_gradients_taken_twice(reentrant):
-    """A retained graph is recomputed twice, and its inputs are reloaded twice."""
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Checkpointed(use_reentrant=reentrant)
-        offload(model)
-        loss = model(batch()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients(model)
-
-    statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == OFFLOADED * STREAM
-    assert statistics.bytes_reloaded == 2 * OFFLOADED * STREAM
-
-
 @pytest.mark.parametrize(
     ("reentrant", "words"),
     [(False, "under saved-tensor hooks of another library"), (True, "that is recomputed in backward")],
@@ -268,27 +227,6 @@ def test_saving_on_the_host_by_save_on_cpu():
     assert inside.bytes_offloaded == whole.bytes_offloaded * 3 // 4
 
 
-def test_a_checkpointed_block_that_is_given_a_jagged_tensor():
-    """The input is made of plain tensors, which are offloaded as any other."""
-
-    class Ragged(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.nested.nested_tensor_from_jagged(self.inp(x), torch.tensor([0, 5, 20, x.shape[0]]))
-            for block in self.blocks:
-                y = checkpoint(block, y, use_reentrant=False)
-            return self.head(y.values())
-
-    class Rowwise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
-
-    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
-
-
 @variants
 def test_hugging_face(reentrant):
     transformers = pytest.importorskip("transformers")
@@ -322,35 +260,6 @@ def test_hugging_face(reentrant):
     assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * tokens.numel() * hidden * 4
     assert statistics.tensors_offloaded == STEPS * OFFLOADED
     assert statistics.reloaded_on_demand == 0
-
-
-@variants
-def test_a_step_inside_of_the_forward(reentrant):
-    """A backward that the forward itself runs, through a region of its own, recomputes that and starts nothing."""
-
-    class Local(Net):
-        def call(self, block: nn.Module, x: Tensor) -> Tensor:
-            if block is self.blocks[3]:
-                inner = checkpoint(self.blocks[0], x.detach().requires_grad_(), use_reentrant=reentrant)
-                inner.square().sum().backward()
-            return block(x)
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Local(dropping)
-        handle = offload(model)
-        results = train(model)
-        assert not hooked()
-        if handle is not None:
-            assert handle.groups == (
-                *(f"blocks.{k}" for k in (0, 1, 2)),
-                "blocks.0",
-                "blocks.3",
-                "blocks.4",
-                "blocks.5",
-            )
-        return results
-
-    both(program)
 
 
 def test_a_forward_inside_of_a_backward_is_named():

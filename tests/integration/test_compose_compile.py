@@ -27,7 +27,6 @@ from composing import (
 )
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
-from torch.utils.checkpoint import checkpoint
 
 import actoffload
 
@@ -193,18 +192,6 @@ def test_a_model_is_compiled_after_it_was_recomputed():
     assert both(program).report().refused == {}
 
 
-def test_a_function_that_ran_compiled_before():
-    """Dynamo guards on the forwards of modules, so the function is compiled once more."""
-    model = Net(Mlp)
-    run = by_a_function(model, "aot_eager")
-    train(run, 1, of=model)
-    with actoffload.device.use(actoffload.device.ReferenceDevice()):
-        handle = actoffload.offload(model, layers="blocks.?", min_bytes=64)
-    train(run, 1, of=model)
-    assert handle.statistics().passes == 1
-    assert handle.statistics().tensors_offloaded > 0
-
-
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_calls_of_what_was_compiled_before_are_those_of_the_model(steps_before):
     """A Trainer compiles the model before its callbacks offload it."""
@@ -252,15 +239,6 @@ def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):
     assert handle.statistics().tensors_offloaded > 0
 
 
-def test_a_kept_module_inside_of_one_graph_is_refused_too():
-    model = each(Net(Mlp), "aot_eager")
-    with actoffload.device.use(actoffload.device.ReferenceDevice()):
-        actoffload.offload(model, layers="blocks.?", keep="*.up", min_bytes=64)
-    with pytest.raises(Exception, match="and those that keep names, from outside of compiled code"):
-        model(batch())
-    assert not hooked()
-
-
 @pytest.mark.parametrize(("way", "first"), [(each, "offloaded"), (replaced, "compiled"), (whole, "offloaded")])
 def test_changing_shapes(way, first):
     """Dynamic shapes are compiled once, and their symbolic sizes are not offloaded."""
@@ -289,47 +267,6 @@ def test_changing_shapes(way, first):
     assert statistics.reloaded_on_demand == 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_compiled_blocks_in_checkpointed_regions(reentrant):
-    class Checkpointed(Net):
-        def call(self, block: nn.Module, x: Tensor) -> Tensor:
-            return checkpoint(block, x, use_reentrant=reentrant)
-
-    def program(offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = Checkpointed(Mlp)
-        each(model, "aot_eager")
-        offload(model)
-        return train(model)
-
-    assert both(program).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
-
-
-def test_validation_and_training_modes():
-    """Compiled code for training and for validation; neither is compiled again by offload."""
-
-    def program(offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model, backend = Net(Mlp), Counting()
-        offload(model)
-        each(model, backend)
-        results, graphs = [], []
-        for k in range(5):
-            model.train()
-            y = model(batch(k))
-            model.eval()
-            with torch.no_grad():
-                results.append(model(batch(9)))
-            y.square().sum().backward()
-            results += [y.detach(), *gradients(model)]
-            graphs.append(backend.graphs)
-            del y
-        assert graphs[0] == graphs[-1] > 0
-        return results
-
-    assert both(program).statistics().passes == 5
-
-
 def kinds(count: int) -> list[type[nn.Module]]:
     """Return classes whose forwards are compiled apart from each other."""
     found = []
@@ -355,34 +292,6 @@ def test_more_kinds_of_layers_than_dynamo_compiles_a_function_for():
         return results
 
     both(program)
-
-
-@pytest.mark.parametrize("loop", ["the model's", "the program's"])
-def test_a_compiled_block_that_fails_leaves_no_hook(loop):
-    class Fails(Mlp):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            if self.fails:
-                raise ZeroDivisionError
-            return x
-
-    def program(offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model = Net(Fails)
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        offload(model)
-        results = train(model)
-        model.blocks[3].fails = True
-        with pytest.raises(ZeroDivisionError):
-            (model if loop == "the model's" else nn.Sequential(*model.blocks))(batch())
-        assert not hooked()
-        model.blocks[3].fails = False
-        return results + train(model)
-
-    assert both(program).statistics().passes == 2 * STEPS + 1
 
 
 def test_a_module_that_is_offloaded_no_more_runs_compiled_as_before():

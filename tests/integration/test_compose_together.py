@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from composing import (
-    BLOCKS,
     OFFLOADED,
     ROWS,
     STEPS,
     STREAM,
     WIDTH,
-    Block,
     Mlp,
     Net,
     Offload,
@@ -128,45 +125,6 @@ def test_accumulation_over_living_graphs_and_steps_inside_of_backward():
     assert statistics.reloaded_on_demand == 0
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning")
-def test_compiled_under_autocast_with_a_gradient_scaler(whole):
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        offload(model)
-        run = compiling(model, whole)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        scaler, results = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
-        for k in range(4):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = run(batch(k)).float().square().mean()
-            scaler.scale(loss * float("inf") if k == 1 else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            results.append(loss.detach())
-            del loss
-        return results + copies(model)
-
-    statistics = both(program).statistics()
-    assert statistics.passes == 4
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded >= 4 * OFFLOADED * STREAM // 2
-    assert statistics.reloaded_on_demand == 0
-
-
-@pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning")
-def test_low_rank_weights_in_compiled_blocks():
-    def program(offload: Offload) -> list[Tensor]:
-        model = adapted()
-        compiling(model)
-        offload(model)
-        return [*losses(model), *gradients(model)]
-
-    statistics = both(program).statistics()
-    assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * OFFLOADED * STREAM
-
-
 class Mixture(nn.Module):
     """A router and experts, each token to two of four."""
 
@@ -203,12 +161,6 @@ def test_experts_in_a_whole_model(how):
     assert statistics.reloaded_on_demand == 0
 
 
-@variants
-def test_checkpointed_experts(reentrant):
-    make = training(lambda: checkpointing(Net(Mixture), reentrant))
-    assert both(make).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
-
-
 @pytest.mark.parametrize("how", ["by keyword", "in a list"])
 def test_a_tensor_that_checkpointing_itself_refers_to_is_kept(how):
     """Only tensors among the positional arguments of a region are saved by autograd; the guide says so."""
@@ -234,14 +186,3 @@ def test_gradient_penalty_through_checkpointed_regions():
 
     statistics = both(program).statistics()
     assert statistics.bytes_reloaded == 2 * statistics.bytes_offloaded == 2 * OFFLOADED * STREAM
-
-
-@variants
-def test_regions_inside_of_regions(reentrant):
-    class Inner(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    make = training(lambda: checkpointing(Net(lambda: Inner(0.1)), reentrant))
-    statistics: Any = both(make).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * STREAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import composing
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ def half(offload: Offload) -> list[Tensor]:
     offload(model)
     results = []
     for k in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(composing.PLACE.type, torch.bfloat16):
             y = model(batch(k))
         y.float().square().mean().backward()
         results += [y.detach(), *gradients(model)]
@@ -40,6 +41,7 @@ def half(offload: Offload) -> list[Tensor]:
     return results
 
 
+@pytest.mark.usefixtures("place")
 def test_autocast():
     """Activations are offloaded in the type in which they are saved."""
     statistics, exact = both(half).statistics(), both(training(lambda: Net(dropping))).statistics()
@@ -55,6 +57,7 @@ def test_casts_of_weights_are_kept():
     assert both(half).statistics().bytes_kept[Reason.PARAMETER] >= STEPS * (weights - WIDTH * WIDTH * 2)
 
 
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("overflow", [False, True])
 def test_gradient_scaler(overflow):
     """Scaling, unscaling, clipping; a step that overflows is skipped and the scale falls, as without offload."""
@@ -63,10 +66,10 @@ def test_gradient_scaler(overflow):
         model = Net(dropping)
         offload(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(composing.PLACE.type, init_scale=2.0**10, growth_interval=2)
         scales = []
         for k in range(4):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(composing.PLACE.type, torch.bfloat16):
                 loss = model(batch(k)).float().square().mean()
             if overflow and k == 1:
                 loss = loss * float("inf")
@@ -86,6 +89,7 @@ def test_gradient_scaler(overflow):
 # Loops
 
 
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_accumulation_in_the_usual_loop_with_validation_between(make):
     def program(offload: Offload) -> list[Tensor]:
@@ -110,6 +114,7 @@ def test_accumulation_in_the_usual_loop_with_validation_between(make):
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), "together"])
 def test_several_forwards_before_their_backwards(order):
     def program(offload: Offload) -> list[Tensor]:
@@ -128,6 +133,7 @@ def test_several_forwards_before_their_backwards(order):
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
+@pytest.mark.usefixtures("place", "way")
 def test_steps_inside_of_backward():
     """Each parameter has an optimizer of its own, which steps as soon as the gradient is there, and frees it."""
 
@@ -148,6 +154,7 @@ def test_steps_inside_of_backward():
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("way")
 def test_a_weight_changed_before_its_backward_raises_as_without():
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -169,6 +176,7 @@ def test_a_weight_changed_before_its_backward_raises_as_without():
 # Several backwards
 
 
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_retained_graph(times):
     def program(offload: Offload) -> list[Tensor]:
@@ -183,6 +191,7 @@ def test_a_retained_graph(times):
     assert statistics.bytes_reloaded == times * statistics.bytes_offloaded
 
 
+@pytest.mark.usefixtures("place", "way")
 def test_a_gradient_penalty():
     """A gradient with respect to the input, with a graph of its own, and the gradient of that."""
 
@@ -213,17 +222,14 @@ class Forces(Mlp):
         return x + 1e-2 * force
 
 
+@pytest.mark.usefixtures("place", "way")
 def test_a_gradient_inside_of_the_forward():
     statistics = both(training(lambda: Net(Forces))).statistics()
     assert statistics.passes == STEPS
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
-def test_weights_that_a_backward_saves_again_are_kept():
-    """The backward of a linear saves the transposed weight for a backward of its own."""
-    both(training(lambda: Net(Forces)))
-
-
+@pytest.mark.usefixtures("way")
 def test_a_second_loss_on_the_middle_of_the_model():
     class Middle(Net):
         def forward(self, x: Tensor) -> Tensor:

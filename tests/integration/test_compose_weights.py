@@ -51,6 +51,7 @@ def adapted() -> Net:
     return model
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_lora_on_frozen_weights(around):
     """No frozen weight is offloaded; `both` checks each copy."""
@@ -121,6 +122,7 @@ def test_a_frozen_backbone(how):
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("what", ["weights", "blocks"])
 def test_tied_weights_and_blocks_that_run_twice(what):
     def make() -> Net:
@@ -161,24 +163,6 @@ def test_parametrizations(how):
     computed = STEPS * OFFLOADED * (3 + 2) * WIDTH * WIDTH * 4
     assert statistics.bytes_offloaded >= plain.bytes_offloaded + computed
     assert statistics.reloaded_on_demand == 0
-
-
-def test_parametrizations_computed_once_for_a_whole_step():
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        for block in model.blocks:
-            parametrizations.weight_norm(block.up)
-        offload(model)
-        results = []
-        for k in range(STEPS):
-            with nn.utils.parametrize.cached():
-                y = model(batch(k)) + model(batch(k + 1))
-            y.square().sum().backward()
-            results += gradients(model)
-            del y
-        return results
-
-    assert both(program).statistics().passes == 2 * STEPS
 
 
 # Weights for one call
@@ -229,26 +213,6 @@ def test_transforms_of_functions_offload_nothing_and_warn():
         assert both(program).statistics().passes == STEPS
 
 
-def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
-    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours stays installed."""
-
-    class Inside(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.func.grad(lambda x: torch.tanh(self.up(x)).sum())(x)
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        model.blocks[2] = Inside()
-        handle = offload(model)
-        if handle is not None:
-            with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-                model(batch())
-        with contextlib.nullcontext() if handle is None else handle.paused():
-            return train(model)
-
-    both(program)  # what the first blocks saved in the failed forward is offloaded
-
-
 def test_vmap_over_the_model():
     def program(offload: Offload) -> list[Tensor]:
         model = Net(Mlp)
@@ -264,6 +228,7 @@ def test_vmap_over_the_model():
     assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 2 * 2 * STREAM
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
 @pytest.mark.parametrize("how", ["dual numbers", "torch.func.jvp"])
 def test_forward_mode(how):

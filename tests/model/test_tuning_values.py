@@ -13,11 +13,10 @@ import pytest
 import torch
 from adversary.device import AdversarialDevice
 from adversary.harness import check, same, scaled_down
-from adversary.trees import TreeProgram, tree_programs
+from adversary.trees import ModelRun, TreeProgram, chain, mixed, nested, tree_programs
 from helpers import no_gc, nothing_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_offload_adversary import Run, chain, mixed, nested
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
@@ -56,15 +55,15 @@ class AnyMode(BySchedule):
 def run(program: TreeProgram, device: AdversarialDevice | None, seed: int, modes: Counter[Mode]) -> list[torch.Tensor]:
     """Run the steps of a program three times."""
     with use(device) if device is not None else torch.enable_grad():
-        going, seen = Run(program, device), list[torch.Tensor]()
+        going, seen = ModelRun(program, device), list[torch.Tensor]()
         if device is not None:
-            going.handle._tracker.steering = AnyMode(going.handle, seed, modes)
+            going.context._tracker.steering = AnyMode(going.context, seed, modes)
         for _ in range(3):
             seen += [tensor.clone() for tensor in going.go()]
             going.seen.clear()
             going.inputs.clear()
         if device is not None:
-            check(device, going.handle)
+            check(device, going.context)
         return seen
 
 

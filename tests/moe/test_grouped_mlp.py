@@ -28,20 +28,6 @@ def garbage():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def used(monkeypatch):
-    """Count the calls of grouped_mm."""
-    calls = []
-    real = groups._grouped_mm
-
-    def counting(*args, **more):
-        calls.append(args)
-        return real(*args, **more)
-
-    monkeypatch.setattr(groups, "_grouped_mm", counting)
-    return calls
-
-
 # Values and gradients
 
 
@@ -177,29 +163,6 @@ def test_autocast(counts):
 # Which products
 
 
-def test_grouped_mm_where_the_counts_are_a_tensor(used):
-    leaves = operands(dtype=torch.bfloat16)
-    y = grouped_mlp(leaves[0], torch.tensor(COUNTS), *leaves[1:])
-    assert len(used) == 2
-    gradients(y, leaves)
-    assert len(used) == 6
-
-
-@pytest.mark.parametrize("why", ["list", "float64", "odd width", "no grouped_mm", "no tokens"])
-def test_otherwise_a_loop(used, monkeypatch, why):
-    leaves = operands(dtype=torch.float64 if why == "float64" else torch.float32)
-    counts = COUNTS if why == "list" else torch.tensor(COUNTS)
-    if why == "odd width":
-        leaves[2] = leaves[2][:, :7].detach().requires_grad_()
-    elif why == "no grouped_mm":
-        monkeypatch.setattr(groups, "_grouped_mm", None)
-    elif why == "no tokens":
-        counts, leaves[0] = torch.zeros(5, dtype=torch.int64), leaves[0][:0].detach().requires_grad_()
-    y = grouped_mlp(leaves[0], counts, *leaves[1:])
-    gradients(y, leaves)
-    assert used == []
-
-
 def test_nothing_is_fetched_from_an_accelerator():
     x, fc1, fc2 = (torch.empty(t.shape, device="meta", dtype=torch.bfloat16) for t in operands())
     with pytest.raises(ValueError, match=r"tokens_per_expert is on meta, but grouped_mm has a kernel only for CUDA"):
@@ -257,12 +220,6 @@ def test_the_module(activation):
     assert sorted(mlp.state_dict()) == ["fc1_weight", "fc2_weight"]
     with torch.no_grad():
         assert not mlp(x, PER_EXPERT).requires_grad
-
-
-def test_the_module_prints_what_it_keeps():
-    assert repr(GroupedMLP(4, 16, 24)) == "GroupedMLP(4, 16, 24, activation='swiglu')"
-    mlp = GroupedMLP(4, 16, 24, activation="srelu", keep_fc1_input=True, keep_fc2_input=True)
-    assert repr(mlp) == "GroupedMLP(4, 16, 24, activation='srelu', keep_fc1_input=True, keep_fc2_input=True)"
 
 
 # Errors

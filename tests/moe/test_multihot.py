@@ -160,11 +160,6 @@ def test_first_and_second_gradients():
         assert torch.allclose(want, got, rtol=1e-14, atol=0)
 
 
-def test_probs_that_need_no_gradient():
-    _, probabilities = indices_to_multihot(torch.tensor([[0]]), torch.ones(1, 1), 2)
-    assert not probabilities.requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of scatter_ under vmap
 def test_transforms_of_functions():
     """Gradients by torch.func, and a batch by vmap, of whichever argument has the further dimension."""
@@ -212,25 +207,6 @@ class NeverWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-REFUSED = {
-    "item": lambda t: t.sum().item(),
-    "bool": lambda t: bool(t.any()),
-    "nonzero": lambda t: t.nonzero(),
-    "mask": lambda t: t[t > 0],
-    "write through a mask": lambda t: t.clone().__setitem__(t > 0, torch.zeros(2)),
-    "masked_select": lambda t: t.masked_select(t > 0),
-    "unique": lambda t: t.unique(),
-    "equal": lambda t: torch.equal(t, t + 1),
-    "repeat_interleave": lambda t: t.repeat_interleave(t.long()),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_guard_refuses(name):
-    with NeverWait(), pytest.raises(HostWaitsError):
-        REFUSED[name](torch.tensor([0.0, 1.0, 2.0]))
-
-
 def test_no_operator_waits():
     indices, probs, grad = drawn(CASES["a row with none"], torch.float32)
     probs.requires_grad_()
@@ -276,12 +252,6 @@ def test_compiled_as_one_graph():
             results.append((routing_map, probabilities, *torch.autograd.grad(probabilities, leaf, grad)))
         assert all(map(same_bits, *results))
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_autocast_changes_nothing(dtype):
-    with torch.autocast("cpu", torch.bfloat16):
-        check(*drawn(CASES["some"], dtype))
 
 
 def test_what_it_saves_is_offloaded():

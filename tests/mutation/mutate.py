@@ -38,7 +38,7 @@ CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 REPLAY = [
     f"tests/replay/test_{name}.py"
-    for name in ("programs", "program", "kept", "edits", "functions", "replay_lifetime", "values", "state", "keys")
+    for name in ("programs", "kept", "edits", "functions", "replay_lifetime", "values", "state", "keys")
 ]
 
 TESTS: dict[str, list[str]] = {
@@ -47,7 +47,7 @@ TESTS: dict[str, list[str]] = {
     "device/": ["tests/device"],
     "engine/": [*STREAMS, "tests/engine/test_limits.py"],
     "engine/host_pool.py": ["tests/engine/test_host_pool.py", *STREAMS],
-    "engine/layout.py": ["tests/engine/test_regions.py", *STREAMS],
+    "engine/layout.py": ["tests/engine/test_storages.py", *STREAMS],
     "engine/passes.py": [
         "tests/engine/test_backwards.py",
         "tests/report/test_several_passes.py",

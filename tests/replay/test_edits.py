@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recomputing import BLOCKS, WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
-from torch import Tensor, nn
+from torch import nn
 from whole_model import offload
 
 
@@ -216,24 +216,6 @@ def test_a_kernel_that_dispatch_does_not_see_is_an_error(policy):
     model(batch()).sum().backward()
     with pytest.raises(RuntimeError, match="a kernel that writes to memory unseen"):
         model(batch())
-
-
-def test_a_tensor_in_a_closure_is_read_as_it_is():
-    """It is no source, so nothing is made of it again."""
-    outside: list[Tensor] = []
-
-    class Reading(Mlp):
-        def forward(self, x):
-            return super().forward(torch.sin((x + outside[-1]).sin()).exp())
-
-    def use(model):
-        found = []
-        for k in range(8):
-            outside.append(batch(k // 3))
-            found += train(model, 1, k)
-        return found
-
-    check(lambda: Net(Reading), use)
 
 
 def test_each_value_is_compared_in_turn():

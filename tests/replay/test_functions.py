@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -383,22 +381,3 @@ def test_the_random_state_of_the_program_stays():
         return found
 
     check(lambda: Net(Drawings), use)
-
-
-def test_tensors_in_objects_are_freed_with_the_graph():
-    refs: list[weakref.ref[Tensor]] = []
-
-    class Noted(Objects):
-        def function(self, y):
-            x = (y * 2.0).detach()
-            refs.append(weakref.ref(x))
-            return OfObjects.apply(y, Held(x), {"shift": x, "list": [(x,)]})
-
-    model = Net(Noted)
-    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
-    gc.disable()
-    try:
-        train(model, 4)
-        assert not any(ref() is not None for ref in refs)
-    finally:
-        gc.enable()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
+from recomputing import ROWS, WIDTH, Linear, Net, batch, check, clean, fractions, gradients, policies, train
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import flex_attention
 from whole_model import equal, offload
-
-
-class Linear(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
 
 
 class Dropout(Linear):
@@ -174,14 +166,6 @@ def test_what_would_be_wrong_stays(kind, policy, fraction):
     check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
 
 
-def test_noise_that_autograd_saves_before_it_is_drawn():
-    class Randomized(Linear):
-        def forward(self, x):
-            return F.rrelu(torch.sin(super().forward(x)), training=True).sin()
-
-    check(lambda: Net(Randomized))
-
-
 @pytest.mark.parametrize("kind", [Dropout, Noise, Factory, InPlace, Indexed, NoGrad])
 def test_the_rest_of_the_group_is_replayed(kind):
     check(lambda: Net(kind))
@@ -216,20 +200,6 @@ def test_tensors_of_the_program_that_are_replaced(policy, fraction, between):
         return found
 
     check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
-
-
-@policies
-def test_a_tensor_that_the_parent_sets(policy):
-    class Parent(Net):
-        def call(self, block, x):
-            block.shift = x.detach().exp()
-            return block(x)
-
-    class Shifted(Mlp):
-        def forward(self, x):
-            return super().forward((torch.sin(x) + self.shift).sin())
-
-    check(lambda: Parent(Shifted), policy=policy)
 
 
 # Subclasses, scripted and compiled code
@@ -267,12 +237,6 @@ class Nested(Linear):
         return (ragged.sin() * ragged).values().sin()
 
 
-class Sparse(Linear):
-    def forward(self, x):
-        y = torch.sin(super().forward(x))
-        return torch.sparse.mm((y.detach() * (y.detach() > 0.5)).T.to_sparse(), y).sin() @ y.T[:, :1] + y.mean() * x
-
-
 @policies
 @fractions
 @pytest.mark.parametrize("kind", [OfSubclass, Nested])
@@ -286,36 +250,6 @@ def test_subclasses(kind, policy, fraction):
 def test_groups_with_scripted_code_run_again_as_a_whole(policy, fraction):
     with torch.jit.optimized_execution(False):  # which has other bits after some calls
         check(lambda: Net(Scripted), policy=policy, fraction=fraction, freed=0.5)
-
-
-@pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that warn
-@fractions
-@pytest.mark.parametrize("part", [False, True], ids=["whole", "a part"])
-def test_compiled_groups_run_again_as_a_whole(part, fraction):
-    torch._dynamo.reset()
-    runs = []
-
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Mlp()
-            if part:
-                self.inner.compile(backend="eager")
-
-        def forward(self, x):
-            runs.append(torch.is_grad_enabled())
-            return torch.sin(self.inner(x))
-
-    torch.manual_seed(0)
-    model = Net(Counted)
-    want = train(model)
-    if not part:
-        for block in model.blocks:
-            block.compile(backend="eager")
-    handle = offload(model, layers="blocks.?", recompute=True, fraction=fraction)
-    equal(train(model), want)
-    clean()
-    handle.remove()
 
 
 class Cond(Linear):
@@ -410,22 +344,3 @@ class Reversible(nn.Module):
 @fractions
 def test_memory_that_the_program_frees_and_fills(policy, fraction):
     check(lambda: Net(Reversible), policy=policy, fraction=fraction, freed=-1.0)
-
-
-def test_what_is_kept_is_freed_with_the_graph():
-    """A call that is proven and one that is settled."""
-    model = Net(Dropout)
-    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
-    gc.collect()
-    gc.disable()
-    try:
-        for k in range(5):
-            y = model(batch(k))
-            before = sum(isinstance(each, Tensor) for each in gc.get_objects())
-            del y
-            after = sum(isinstance(each, Tensor) for each in gc.get_objects())
-            assert after <= before
-    finally:
-        gc.enable()
-    found: Any = train(model)
-    assert found[0].shape == (ROWS, WIDTH)

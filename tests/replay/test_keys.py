@@ -119,50 +119,6 @@ def test_flags_numbers_and_tensors_in_arguments(policy, fraction):
     check(lambda: Model(Arguments), each_step(change), policy=policy, fraction=fraction)
 
 
-@policies
-def test_views_of_one_input_at_other_places(policy):
-    class Two(Mlp):
-        def forward(self, x, part):
-            return super().forward(x) + (part.sin() * 2.0).sin().exp().sum()
-
-    class Model(Net):
-        step = 0
-
-        def call(self, block, x):
-            return block(x, x[self.step % 5 : self.step % 5 + 4])
-
-    def change(model, k):
-        model.step = k
-
-    check(lambda: Model(Two), each_step(change), policy=policy)
-
-
-@policies
-def test_conjugate_inputs(policy):
-    class OfComplex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(WIDTH))
-
-        def forward(self, x):
-            y = torch.view_as_real((x * self.scale).sin().exp()).sum(-1)
-            return torch.complex(y.sin(), x.mT.mT.imag.sin().exp())
-
-    class Model(Net):
-        step = 0
-
-        def forward(self, x):
-            x = torch.complex(self.inp(x), x)
-            for block in self.blocks:
-                x = block(x.conj() if self.step % 3 else x)
-            return self.head(x.abs())
-
-    def change(model, k):
-        model.step = k
-
-    check(lambda: Model(OfComplex), each_step(change), policy=policy)
-
-
 # Attributes
 
 
@@ -215,59 +171,6 @@ def patch(model, k):
 @pytest.mark.parametrize("change", [anneal, alternate, train_and_evaluate, freeze, hook, replace, patch])
 def test_attributes(change, policy, fraction):
     check(lambda: Net(Linear), each_step(change), policy=policy, fraction=fraction, freed=-1.0)
-
-
-class Square(nn.Module):
-    """Two products of which each saves the same sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        y = x.detach()
-        return x + self.one(y.sin().exp()) + self.two(y.cos().exp())
-
-
-def take_turns(model, k):
-    for block in model.blocks:
-        block.one.weight.requires_grad_(k % 8 < 4)
-        block.two.weight.requires_grad_(k % 8 >= 4)
-
-
-def test_weights_that_are_frozen_in_turns():
-    check(lambda: Net(Square), each_step(take_turns, 16), freed=-1.0)
-
-
-class Growing(nn.Module):
-    """Reads modules and buffers that may be added."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential()
-
-    def forward(self, x):
-        y = torch.sin(self.linear(x))
-        y = y + self.shift if "shift" in self._buffers else y
-        return self.after(y.sin()).sin().exp()
-
-
-class Double(nn.Module):
-    def forward(self, x):
-        return 2.0 * x
-
-
-def grow(model, k):
-    for block in model.blocks:
-        if k == 5:
-            block.register_buffer("shift", torch.full((WIDTH,), 0.5))
-        elif k == 8:
-            block.after.append(Double())
-
-
-@policies
-def test_parts_that_are_added(policy):
-    check(lambda: Net(Growing), each_step(grow), policy=policy)
 
 
 class Counting(Linear):

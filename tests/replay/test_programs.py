@@ -39,64 +39,6 @@ def test_steps(block, policy, fraction):
 
 @policies
 @fractions
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in order", "out of order"])
-def test_several_passes_in_flight(policy, fraction, order):
-    def use(model):
-        found = []
-        for _ in range(3):
-            losses = [model(batch(k)).square().sum() for k in range(3)]
-            for k in order:
-                losses[k].backward()
-                losses[k] = None
-            found += gradients(model)
-        return found
-
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
-def test_accumulated_gradients(policy, fraction):
-    def use(model):
-        for k in range(6):
-            model(batch(k)).square().sum().backward()
-        return gradients(model)
-
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
-def test_a_retained_graph(policy, fraction):
-    def use(model):
-        found = []
-        for k in range(4):
-            loss = model(batch(k)).square().sum()
-            for retain in (True, True, False):
-                loss.backward(retain_graph=retain)
-                found += gradients(model)
-        return found
-
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
-def test_gradients_of_gradients(policy, fraction):
-    def use(model):
-        found = []
-        for k in range(4):
-            x = batch(k).requires_grad_()
-            (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            first.square().sum().backward()
-            found += [*gradients(model), x.grad]
-        return found
-
-    check(Net, use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
 def test_gradients_of_a_part_of_the_inputs(policy, fraction):
     def use(model):
         found = []
@@ -130,18 +72,6 @@ def test_input_gradients_first_and_weight_gradients_later(policy, fraction):
         return found
 
     check(Net, use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
-def test_a_gradient_inside_of_a_group(policy, fraction):
-    class Energy(Mlp):
-        def forward(self, x):
-            energy = torch.tanh(self.up(x)).square().sum()
-            (force,) = torch.autograd.grad(energy, self.up.weight, create_graph=True)
-            return x + torch.tanh(x @ force.mT @ self.up.weight)
-
-    check(lambda: Net(Energy), policy=policy, fraction=fraction)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -243,23 +173,6 @@ def test_containers_keywords_and_outputs_that_are_no_tensors(policy, fraction):
 
 
 @policies
-def test_evaluation_and_no_grad(policy):
-    def use(model):
-        found = []
-        for k in range(4):
-            with torch.no_grad():
-                found.append(model(batch(k)))
-            with torch.inference_mode():
-                found.append(model(batch(k)).clone())
-            model.train(k % 2 == 0)
-            model(batch(k)).square().sum().backward()
-            found += gradients(model)
-        return [each.clone() for each in found]
-
-    check(lambda: Net(dropping), use, policy=policy)
-
-
-@policies
 @fractions
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_of_the_program_inside_of_a_group(policy, fraction, reentrant):
@@ -273,23 +186,6 @@ def test_checkpointing_of_the_program_inside_of_a_group(policy, fraction, reentr
             return torch.tanh(self.two(torch.tanh(x)))
 
     check(lambda: Net(Checkpointing), policy=policy, fraction=fraction)
-
-
-def test_optimizers_that_step_in_backward():
-    def use(model):
-        for parameter in model.parameters():
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-
-            def step(parameter, optimizer=optimizer):
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-        for k in range(5):
-            model(batch(k)).square().sum().backward()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    check(lambda: Net(dropping), use)
 
 
 def test_the_report_says_what_was_proven():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whole_model import equal, offload
 
 from actoffload._torch.tensors import storage_expired, storage_weakref
-from actoffload.replay import Call, Program
+from actoffload.replay import Call
 
 
 class Noting(Mlp):
@@ -145,46 +145,6 @@ def test_values_made_again_are_freed_in_backward():
     assert alive[7] < 8
 
 
-@policies
-def test_forwards_without_backward(policy):
-    class Remembering(Mlp):
-        kept: Any = None
-
-        def forward(self, x):
-            self.kept = torch.sin(super().forward(x)).exp()
-            return self.kept * x
-
-    model, counts = Net(Remembering), []
-    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
-    for k in range(12):
-        model(batch(k))
-        gc.collect()
-        counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
-    assert len(set(counts[-4:])) == 1
-
-
-def test_the_first_calls_leave_no_tensors():
-    """Traces and programs refer to none."""
-    model = Net(Noting)
-    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
-    for k in range(4):
-        train(model, 1, k)
-        gc.collect()
-        inside = {id(each) for program in gc.get_objects() if type(program) is Program for each in reach(program)}
-        assert inside == set()
-
-
-def reach(program: Program) -> list[Tensor]:
-    """Return the tensors among the arguments of a program."""
-    found, waiting = [], [[step.args, step.kwargs] for step in program.steps.values()]
-    while waiting:
-        each = waiting.pop()
-        waiting += [each[name] for name in each] if isinstance(each, dict) else []
-        waiting += list(each) if isinstance(each, (list, tuple)) else []
-        found += [each] if isinstance(each, Tensor) else []
-    return found
-
-
 # Exceptions
 
 
@@ -268,24 +228,6 @@ def test_an_error_that_the_model_handles(policy):
         return found
 
     check(lambda: Handling(Failing), use, policy=policy)
-
-
-def test_a_retained_graph_can_be_used_after_an_error():
-    torch.manual_seed(0)
-    model = Net(Failing)
-    want = step(model)
-    handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
-    train(model)
-    y = model(batch())
-    model.blocks[2].error, model.blocks[2].where = [KeyError()], "backward"
-    with contextlib.suppress(KeyError):
-        y.square().sum().backward(retain_graph=True)
-    assert not model.blocks[2].error
-    model.zero_grad()
-    y.square().sum().backward()
-    equal(gradients(model), want[1:])
-    del y
-    nothing_held(handle)
 
 
 STRIDE = 701

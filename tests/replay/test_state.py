@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import equal, offload
@@ -100,19 +99,6 @@ def test_buffers_of_several_passes_in_flight(kind, policy):
 
 
 @policies
-@pytest.mark.parametrize("kind", STATES)
-def test_moving_between_train_and_eval(kind, policy):
-    def use(model):
-        found = []
-        for k in range(9):
-            model.train(k % 3 > 0)
-            found += train(model, 1, k)
-        return found
-
-    check(lambda: Net(kind), use, policy=policy, freed=-1.0)
-
-
-@policies
 def test_a_module_runs_once(policy):
     calls: list[str] = []
 
@@ -135,27 +121,6 @@ def test_a_module_runs_once(policy):
 
     check(lambda: Net(Counted), use, policy=policy)
     assert len(set(calls)) == 3
-
-
-@policies
-@fractions
-def test_activations_that_hooks_take(policy, fraction):
-    """They stay as they are, and may be used behind the backward."""
-
-    def use(model):
-        seen: list[Tensor] = []
-        for block in model.blocks:
-            block.up.register_forward_hook(lambda module, args, y: seen.append(y))
-        found = []
-        for k in range(5):
-            loss = model(batch(k)).square().sum()
-            penalty = sum(y.exp().mean() for y in seen)
-            (loss + penalty).backward()
-            found += [*gradients(model), *(y.detach() for y in seen)]
-            seen.clear()
-        return found
-
-    check(Net, use, policy=policy, fraction=fraction)
 
 
 @policies
@@ -255,41 +220,6 @@ def test_functional_call(policy):
 
 
 @policies
-def test_weights_that_are_replaced_between_steps(policy):
-    def use(model):
-        found = []
-        for k in range(6):
-            found += train(model, 1, k)
-            state = {name: 0.9 * value for name, value in model.state_dict().items()}
-            model.load_state_dict(state, assign=k % 2 == 0)
-        return found
-
-    check(Net, use, policy=policy)
-
-
-@policies
-def test_frozen_weights_and_adapters(policy):
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = Mlp().requires_grad_(False)
-            self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-
-        def forward(self, x):
-            return self.base(torch.sin(x)) + self.b(self.a(torch.sin(x))) * 0.5
-
-    check(lambda: Net(Adapted), policy=policy)
-
-
-@policies
-def test_a_copy_of_the_model(policy):
-    model = Net()
-    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
-    want = train(model)
-    equal(train(copy.deepcopy(model)), want)
-
-
-@policies
 def test_threads(policy):
     """Two threads train two models, and one model in turns."""
     torch.manual_seed(0)
@@ -309,19 +239,3 @@ def test_threads(policy):
         thread.join()
     for k, want in enumerate(wanted):
         equal(got[k], want)
-
-
-@policies
-def test_a_backward_in_another_thread(policy):
-    def use(model):
-        found = []
-        for k in range(5):
-            loss = model(batch(k)).square().sum()
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            found += gradients(model)
-            del loss, thread
-        return found
-
-    check(Net, use, policy=policy)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
 # With an icon: the browser requests one some time after the page, and a missing one would be reported for a later page.
 HEAD = "<!doctype html><html><head><link rel='icon' href='data:,'><title>{0}</title>{1}</head>"
 DESCRIPTION = "<meta name='description' content='What {0} is about.'>"
@@ -82,29 +77,6 @@ def test_each_page_has_a_title_and_a_description_of_its_own(site):
     ]
 
 
-def test_links_to_other_hosts_are_listed(site, capsys):
-    from check_site import main
-
-    assert main([str(site), "--external", str(site / "external.txt")]) == 0
-    assert (site / "external.txt").read_text() == "https://example.org/x  (sub/other.html)\n"
-    assert "2 files, 0 problems, 1 external links" in capsys.readouterr().out
-    write(site / "index.html", "<a href='#two'>x</a>")
-    assert main([str(site)]) == 1
-    with pytest.raises(SystemExit):
-        main([str(site / "sub")])
-
-
-def test_misspelt_words_are_found_and_the_configuration_skips_recordings(tmp_path):
-    (tmp_path / "docs" / "recordings").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    wrong = "recieve"  # codespell:ignore
-    (tmp_path / "docs" / "page.md").write_text(f"We {wrong} a tensor.")
-    (tmp_path / "docs" / "recordings" / "page.md").write_text(f"We {wrong} a tensor.")
-    command = [sys.executable, "-m", "codespell_lib"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["./docs/page.md"]
-
-
 DESKTOP, PHONE = (1280, 900), (390, 844)
 CELLS = "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
 PRINTED = "<div class='highlight-text'><pre style='overflow-x: auto'>{}</pre></div>"
@@ -161,31 +133,3 @@ def test_the_browser_finds_broken_pages(site, tab):
         assert check_page(tab, base, "download.html", DESKTOP) == [f"download is empty: {base}/nothing.py"]
         # What one page said is not said of the next one.
         assert check_page(tab, base, "index.html", PHONE) == []
-
-
-def test_copy_buttons_have_a_name_and_copy(site, tab):
-    from browser import check_page, serving
-
-    button = "<button class='copybtn' {} onclick='{}'></button>"
-    write(site / "good.html", button.format("aria-label='Copy'", 'this.className += " success"'))
-    write(site / "nameless.html", button.format("", 'this.className += " success"'))
-    write(site / "idle.html", button.format("aria-label='Copy'", ""))
-    with serving(site) as base:
-        assert check_page(tab, base, "good.html", DESKTOP) == []
-        assert check_page(tab, base, "nameless.html", DESKTOP) == ["a copy button has no accessible name"]
-        assert check_page(tab, base, "idle.html", DESKTOP) == ["a copy button does not copy"]
-
-
-def test_search_and_theme_switch(site, tab):
-    from browser import check_theme, first_result, serving
-
-    found = "if (location.search === '?q=FSDP') document.write('<ul class=search><li><a href=x#y>x</a></ul>')"
-    write(site / "search.html", f"<div id='search-results'><script>{found}</script></div>")
-    choose = "document.documentElement.dataset.theme = '{}'"
-    with serving(site) as base:
-        assert [first_result(tab, base, words, seconds=1) for words in ("FSDP", "OOM")] == ["x", ""]
-        assert check_theme(tab, base) == ["the theme switch does not show the dark theme"]
-    with serving(site) as base:  # another port, so that nothing is cached
-        mode = '<button class="theme-change-button" data-mode="{0}" onclick="{1}"></button>'
-        write(site / "index.html", "".join(mode.format(name, choose.format(name)) for name in ("dark", "light")))
-        assert check_theme(tab, base) == []

@@ -2,87 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import types
 from pathlib import Path
-
-import pytest
-import torch
-
-
-class Allocator:
-    """The functions of an accelerator module that the memory column reads, for a simulated number of bytes."""
-
-    def __init__(self):
-        self.now = self.peak = 0
-
-    def allocate(self, nbytes):
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def reset(self):
-        self.peak = self.now
-
-
-@pytest.fixture
-def allocator(monkeypatch):
-    made = Allocator()
-    module = types.ModuleType("imagined")
-    module.reset_peak_memory_stats = made.reset
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: made.peak)
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", made.reset)
-    monkeypatch.setattr(torch, "get_device_module", lambda: module)
-    made.module = module
-    return made
-
-
-def measured(block):
-    """Measure a block as sphinx-gallery does, which names the module in which the page runs."""
-    from recordings import DeviceMemory
-
-    block.fake_main = types.ModuleType("page")
-    return DeviceMemory()(block)
-
-
-def test_peak_of_a_block_in_mb(allocator):
-    def block():
-        allocator.allocate(5_000_000)
-        allocator.allocate(-4_000_000)
-        return "result"
-
-    assert measured(block) == (5.0, "result")
-    assert measured(lambda: None)[0] == 1.0  # the bytes that are still allocated
-
-
-def test_a_page_shows_its_whole_peak_and_not_the_models_of_the_page_before(allocator):
-    from recordings import DeviceMemory
-    from sphinx_gallery.gen_rst import _exec_once
-
-    page = types.ModuleType("page")
-    DeviceMemory()(_exec_once(compile("model = [1]", "page", "exec"), page))
-    assert page.model == [1]
-    allocator.allocate(3_000_000)
-    assert DeviceMemory()(lambda: None) == (0.0, None)
-    assert not hasattr(page, "model")
-
-
-@pytest.mark.parametrize("through", ["accelerator", "module"])
-def test_a_reset_inside_the_block_does_not_hide_the_peak_before_it(allocator, through):
-    def block():
-        allocator.allocate(7_000_000)
-        allocator.allocate(-7_000_000)
-        (torch.accelerator if through == "accelerator" else allocator.module).reset_peak_memory_stats()
-        assert allocator.peak == 0
-        allocator.allocate(2_000_000)
-
-    assert measured(block)[0] == 7.0
-    assert torch.accelerator.reset_peak_memory_stats == allocator.reset  # restored
-
-
-def test_without_accelerator_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert measured(lambda: 3) == (0.0, 3)
 
 
 def test_the_order_lists_every_example_and_nothing_else():
@@ -111,23 +31,3 @@ def test_every_example_leads_to_guides_that_exist():
     assert all((guides / f"{name}.md").is_file() for names in GUIDES.values() for name in names)
     page = add_guides("text\n\n.. rst-class:: sphx-glr-timing\n", "basic")
     assert page.startswith("text\n\n**Further reading:** :doc:`/guide/default_scheduling`")
-
-
-def test_descriptions_are_the_alternatives_of_figures_and_thumbnails():
-    from recordings import FIGURES, describe_figures
-
-    page = ".. image-sg:: /gallery/images/sphx_glr_moe_routing_001.png\n   :alt: moe routing\n   :class: one\n"
-    assert describe_figures(page) == page.replace("moe routing", FIGURES["moe_routing"][0])
-    index = "  .. image:: /gallery/images/thumb/sphx_glr_basic_thumb.png\n    :alt:\n\n"
-    assert describe_figures(index) == index.replace(":alt:", f":alt: {FIGURES['basic'][0]}")
-    other = page.replace("moe_routing_001", "another_001")
-    assert describe_figures(other) == other
-
-
-def test_cards_are_divided_by_headings():
-    from recordings import FIGURES, GROUPS, add_headings
-
-    card = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer">\n\n.. image:: thumb/sphx_glr_{}_thumb.png\n\n'
-    page = add_headings("start\n\n" + "".join(card.format(name) for name in FIGURES))
-    found = re.findall(r"^(\S.*)\n-+$|sphx_glr_(\w+)_thumb", page, flags=re.M)
-    assert found == [(title, "") if not name else ("", name) for title in GROUPS for name in ("", *GROUPS[title])]

@@ -40,26 +40,6 @@ def test_listed_names_of_torch_exist():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_fields_of_public_dataclasses_link_to_their_class():
-    from links import public_name
-
-    assert public_name("Saved.needed_at") == "actoffload.schedule.Saved"
-    assert public_name("Saved.need_at") is None
-    assert public_name("Sawed.needed_at") is None
-
-
-def test_only_lower_case_names_without_a_dot_count_as_variables():
-    from links import names_a_variable
-    from sphinx.addnodes import pending_xref
-
-    def reference(target, kind="obj"):
-        return pending_xref("", refdomain="py", reftype=kind, reftarget=target)
-
-    assert names_a_variable(reference("num_layers"))
-    for target, kind in [("Plam", "obj"), ("plan.foo", "obj"), ("num_layers", "func"), ("a b", "obj")]:
-        assert not names_a_variable(reference(target, kind))
-
-
 def test_public_names_lead_to_the_package_that_exports_them():
     from links import public_name
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tarfile
-
 import pytest
 
 
@@ -23,128 +20,6 @@ def test_source_digest_depends_on_names_and_contents_only(tmp_path):
     assert renamed != first
     (tmp_path / "a" / "sub" / "c.py").write_text("y = 3\n")
     assert source_digest(tmp_path / "a") != renamed
-
-
-def test_generated_files_exclude_those_of_a_longer_name(tmp_path):
-    from recording_data import generated_files
-
-    names = {
-        "basic.rst", "basic.py.md5", "basic.cost.json", "images/sphx_glr_basic_001.png",
-        "images/sphx_glr_basic_001_2_00x.png", "images/thumb/sphx_glr_basic_thumb.png",
-    }  # fmt: skip
-    others = {"basic_more.rst", "images/sphx_glr_basic_more_001.png", "basic.zip", "basic.executed.json"}
-    for name in names | others:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert {p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")} == names
-
-
-def test_errors_name_the_damaged_or_foreign_file(tmp_path):
-    from recording_data import Provenance, RecordingError
-
-    path = tmp_path / "first" / "recording.json"
-    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read"):
-        Provenance.read(path)
-    path.parent.mkdir()
-    path.write_text(json.dumps({"format": 99}))
-    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read: its format is not 1"):
-        Provenance.read(path)
-    path.write_text(json.dumps({"format": 1, "example": "first.py"}))
-    with pytest.raises(RecordingError, match="record the example again"):
-        Provenance.read(path)
-
-
-def add_second(project):
-    text = '"""\nSecond\n======\n\nText.\n"""\n\nimport os\n\nprint(os.path.abspath("."))\n'
-    project.example.with_name("second.py").write_text(text)
-
-
-def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
-    import record_gallery
-
-    recorded.gpu = True
-    add_second(recorded)
-    recorded.build()
-    gallery = recorded.root / "docs" / "gallery"
-    (gallery / "first.py.md5").unlink()
-    archive = recorded.root / "archive" / "other.tar.gz"
-    packed, problems = record_gallery.pack(recorded.root, archive, ["first", "second"])
-    assert packed == ["second"]
-    assert problems[0].startswith("first: not recorded: first.py left no first.py.md5")
-    assert problems[1].startswith("second: a path of this machine stands in second.rst")
-
-
-def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded):
-    import record_gallery
-
-    recorded.gpu = True
-    add_second(recorded)
-    recorded.build()
-    recordings = recorded.root / "docs" / "recordings"
-    first = {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()}
-    archive = recorded.root / "archive" / "other.tar.gz"
-    assert record_gallery.pack(recorded.root, archive, ["second"])[0] == ["second"]
-    assert record_gallery.unpack(archive, recordings) == ["second"]
-    assert {p: p.read_bytes() for p in first} == first
-
-
-def test_an_unknown_example_is_not_recorded(tmp_path, capsys):
-    from record_gallery import main
-
-    with pytest.raises(SystemExit):
-        main(["record", "--out", str(tmp_path), "--only", "basic,basics"])
-    assert "--only: no example basics; expected basic," in capsys.readouterr().err
-
-
-def test_an_example_for_more_gpus_than_there_are_is_left_out(tmp_path, capsys, monkeypatch):
-    import record_gallery
-
-    executed = []
-    monkeypatch.setattr(record_gallery, "execute_gallery", lambda root, names: executed.extend(names) or 0)
-    monkeypatch.setattr(record_gallery.torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        record_gallery, "pack", lambda root, archive, names, rehearse: (archive.touch(), list(names), [])[1:]
-    )
-    assert record_gallery.main(["record", "--out", str(tmp_path), "--only", "basic,pipelines"]) == 0
-    assert executed == ["basic"]
-    assert "pipelines: left out, as it needs 2 GPUs, and torch sees 1." in capsys.readouterr().out
-
-
-def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
-    import record_gallery
-    from recording_data import RecordingError
-
-    recordings = recorded.root / "docs" / "recordings"
-    before = {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()}
-    (recorded.root / "other").mkdir()
-    damaged = recorded.root / "other" / "first.rst"
-    damaged.write_text("not what was recorded")
-    archive = recorded.root / "damaged.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(recordings / "first", "first")
-        tar.add(damaged, "first/first.rst")  # the later of two members with one name is extracted
-    with pytest.raises(RecordingError, match=r"first\.rst in the recording of first\.py is not"):
-        record_gallery.unpack(archive, recordings)
-    assert {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()} == before
-
-
-def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsys):
-    import record_gallery
-
-    assert record_gallery.check(recorded.root) == ([], [])
-    assert "first: current, recorded on Imagined GPU" in capsys.readouterr().out
-    (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 3\n")
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == []
-    assert "from other library sources" in reports[0]
-    recorded.example.write_text(recorded.example.read_text() + "1\n")
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == []
-    assert "Its text changed" in reports[0]
-    recorded.example.rename(recorded.example.with_name("renamed.py"))
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == ["first: has a recording but no example; remove docs/recordings/first."]
-    assert reports == ["renamed: It has no recorded GPU run yet."]
 
 
 def test_runs_of_the_reference_device_are_not_recorded(project):

@@ -27,20 +27,6 @@ def test_recorded_page_is_restored_and_not_executed(recorded):
     assert "other library sources" not in log + text
 
 
-def test_recorded_time_and_memory_are_shown(recorded):
-    recording = recorded.root / "docs" / "recordings" / "first"
-    cost = recording / "first.cost.json"
-    assert '"memory": 1234.0' in cost.read_text()
-    recorded.build()
-    assert "Peak device memory of this process: 1.15 GiB" in text_of(recorded.html(PAGE))
-
-
-def test_a_restored_page_has_its_downloads(recorded):
-    recorded.build()
-    files = {p.name for p in (recorded.root / "out" / "html" / "_downloads").rglob("*") if p.is_file()}
-    assert files == {"first.py", "first.ipynb", "first.zip"}
-
-
 def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded):
     recorded.example.write_text(recorded.example.read_text() + "print('a new line')\n")
     log, warnings = recorded.build()
@@ -56,13 +42,6 @@ def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded)
     assert "recording-reference" in recorded.html(PAGE)
     assert "gallery: first: Ran on the reference device · Without a GPU" in log
     assert "Its text changed since it was recorded on Imagined GPU" in log
-
-
-def test_changed_helper_module_counts_as_changed_text(recorded):
-    (recorded.root / "examples" / "_helper.py").write_text("x = 1\n")
-    recorded.build()
-    assert recorded.runs == 2
-    assert "Ran on the reference device" in recorded.html(PAGE)
 
 
 def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
@@ -86,61 +65,6 @@ def test_without_recording_the_page_says_so_and_is_executed_once(project):
     (project.root / "src" / "actoffload" / "__init__.py").write_text("version = 2\n")
     project.build()
     assert project.runs == 2  # the library changed: the earlier local run is outdated
-
-
-def test_a_recording_replaces_a_run_of_the_reference_device(recorded):
-    recording = recorded.root / "docs" / "recordings"
-    recording.rename(recorded.root / "away")
-    recorded.build()
-    assert "Ran on the reference device" in recorded.html(PAGE)
-    (recorded.root / "away").rename(recording)
-    recorded.build()
-    assert recorded.runs == 2
-    assert "Recorded on Imagined GPU" in recorded.html(PAGE)
-    # The gallery folder now has the files of the recording, which must not count as the earlier local run.
-    recording.rename(recorded.root / "away")
-    recorded.build()
-    assert recorded.runs == 3
-    assert "Ran on the reference device" in recorded.html(PAGE)
-
-
-def test_an_unchanged_site_is_not_read_again(recorded):
-    recorded.build()
-    log, _ = recorded.build()
-    assert "0 added, 0 changed, 0 removed" in log
-
-
-def test_a_build_with_a_gpu_executes_even_what_is_recorded(recorded):
-    recorded.gpu = True
-    recorded.build()
-    assert recorded.runs == 2
-    assert "Executed in this build on Imagined GPU" in recorded.html(PAGE)
-
-
-def test_live_mode_executes_without_a_gpu_and_recorded_mode_restores_with_one(recorded):
-    recorded.build(recordings_mode="live")
-    assert recorded.runs == 2
-    assert "Ran on the reference device" in recorded.html(PAGE)
-    recorded.gpu = True
-    recorded.build(recordings_mode="recorded")
-    assert recorded.runs == 2
-    assert "Recorded on Imagined GPU" in recorded.html(PAGE)
-
-
-def test_an_unknown_mode_is_a_warning(project):
-    _, warnings = project.build(recordings_mode="sometimes")
-    assert "`recordings_mode` has to be" in warnings
-    assert "`sometimes` is given" in warnings
-
-
-def test_an_example_outside_the_pattern_is_shown_without_a_run(recorded):
-    recorded.example.with_name("second.py").write_text(recorded.example.read_text())
-    pattern = {"sphinx_gallery_conf.filename_pattern": r"[\\/]second\.py$"}
-    log, _ = recorded.build(recordings_mode="live", **pattern)
-    assert recorded.runs == 2
-    assert "gallery: first: Not executed" in log
-    assert "Not executed" in text_of(recorded.html(PAGE))
-    assert "Ran on the reference device" in text_of(recorded.html("gallery/second.html"))
 
 
 def test_a_damaged_recording_is_a_warning_and_the_example_is_executed(recorded):

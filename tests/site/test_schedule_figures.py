@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +13,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 import drawn_figures
 import schedule_figures
 
-from actoffload.schedule import LayerCost, Link, simulate
+from actoffload.schedule import simulate
 
 PAGE = """
 Page
@@ -71,24 +69,6 @@ def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_pat
     assert re.search(r"</div>\s*<figcaption>", figure.group())
 
 
-@pytest.mark.parametrize(
-    ("directive", "sentence"),
-    [
-        (
-            ".. schedule-figure:: stall\n\n   Caption.\n",
-            "There is no schedule figure 'stall'; expected one of sequential, full-overlap, stalls, manual, groups.",
-        ),
-        (
-            ".. schedule-figure:: stalls\n",
-            "The schedule figure 'stalls' has no caption; write one as the directive's text.",
-        ),
-    ],
-)
-def test_wrong_use_is_reported(tmp_path: Path, directive: str, sentence: str) -> None:
-    _, warnings = build(tmp_path, f"Page\n====\n\n{directive}")
-    assert sentence in warnings
-
-
 @pytest.mark.parametrize("name", schedule_figures.FIGURES)
 def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
     first = schedule_figures.draw(name, tmp_path / "first")
@@ -116,67 +96,6 @@ def test_the_figures_match_their_names() -> None:
     assert run("manual") == (2, 0.0)
     assert run("groups")[0] == 3
     assert 0 < run("groups")[1] < stalled
-
-
-@pytest.fixture
-def overlap_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a result whose recorded steps are simulated ones, as a GPU would record them."""
-    costs, link = [schedule_figures.COST] * schedule_figures.LAYERS, schedule_figures.LINK
-    runs, seconds = {}, {"0": 0.15}
-    for name, count in (("full-overlap", "2"), ("stalls", "3")):
-        result = simulate(schedule_figures.FIGURES[name](), costs, link)
-        spans = [[s.kind.name, s.layer, s.start, s.end, s.nbytes] for s in result.timeline.spans]
-        runs[count] = {"spans": spans, "resident": result.timeline.resident}
-        seconds[count] = result.step_time
-    device = {"name": "Some GPU", "driver": "1.2", "torch": "2.13", "reference": False}
-    data = {"device": device, "date": "2026-11-22T10:00:00", "costs": [asdict(cost) for cost in costs]}
-    path = tmp_path / "overlap.json"
-    path.write_text(json.dumps({**data, "link": {"d2h": link.d2h, "h2d": link.h2d}, "runs": runs, "seconds": seconds}))
-    monkeypatch.setattr(schedule_figures, "RESULT", path)
-    return path
-
-
-def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path, tmp_path: Path) -> None:
-    timelines, alt, note = schedule_figures.overlap("stalls")
-    assert list(timelines) == ["simulated", "measured"]
-    assert timelines["measured"].spans == timelines["simulated"].spans
-    assert timelines["measured"].peak_bytes == 2 * 256 * 2**20
-    assert "Timeline of compute and copies over" in alt
-    assert "Below it a measured step; 166.8 ms is the median of several." in alt
-    assert note.endswith(
-        "166.8 ms simulated, 166.8 ms measured (median). Measured on Some GPU, driver 1.2, torch 2.13, 2026-11-22."
-    )
-    assert "run at 14.5 GB/s in the step, and are simulated with the 14.5 that they have alone" in note
-    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated", "measured"]
-    data = json.loads(overlap_result.read_text())
-    slow = {**data, "link": {"d2h": 1e10, "h2d": 1e10}}
-    overlap_result.write_text(json.dumps(slow))
-    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated"]  # compute waits in this run
-    assert "compute never waits" in schedule_figures.overlap("full-overlap")[1]
-    data["device"]["reference"] = True
-    overlap_result.write_text(json.dumps(data))
-    assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
-    overlap_result.unlink()
-    assert schedule_figures.overlap("stalls")[2].startswith("Simulated: a layer saves 256 MiB")
-
-
-@pytest.mark.parametrize("factor", [1.0, 6.2, 20.0], ids=["ms", "ms and s", "s"])
-def test_timelines_one_above_the_other_fill_a_common_axis(factor: float) -> None:
-    from matplotlib import pyplot
-
-    timelines = {}
-    for name in ("full-overlap", "stalls"):
-        cost = LayerCost.even(256 * 2**20, forward=0.010 * factor, backward=0.020 * factor)
-        link = Link(schedule_figures.LINK.d2h / factor, schedule_figures.LINK.h2d / factor)
-        timelines[name] = simulate(schedule_figures.FIGURES[name](), [cost] * 5, link).timeline
-    figure = schedule_figures.stacked(timelines)
-    for ax, timeline in zip(figure.axes, timelines.values(), strict=True):
-        ends = [path.get_extents().x1 for bars in ax.collections for path in bars.get_paths()]
-        scale = max(ends) / timeline.end
-        assert ax.get_xlim()[1] == pytest.approx(max(each.end for each in timelines.values()) * scale)
-        assert max(ends) > 0.5 * ax.get_xlim()[1]
-        assert len({text.get_text() for text in ax.texts}) == 5  # layers have their numbers
-    pyplot.close(figure)
 
 
 def test_links_and_memory_are_what_the_captions_say() -> None:

@@ -209,32 +209,3 @@ def test_a_backward_in_parts_keeps_what_is_reloaded_for_the_next_part(device: Ad
     assert layers.statistics.reloaded_on_demand == 0
     outputs.clear()
     check(device, layers.context)
-
-
-def test_a_failed_forward_ends(device: AdversarialDevice, w: Tensor) -> None:
-    layers = Layers(1, 3)
-    kept = [layers(lambda: saving(w, numbers()))]
-
-    def failing() -> Tensor:
-        kept.append(saving(w, numbers()))
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        layers(failing)
-    kept.append(layers(lambda: saving(w, numbers())))
-    assert layers.statistics.passes == 2
-    kept.clear()
-    check(device, layers.context)
-
-
-def test_a_layer_that_was_reloaded_ahead_is_there_when_backward_begins(device: AdversarialDevice, w: Tensor) -> None:
-    layers = Layers(None, 2)
-    outputs = [layers(lambda: saving(w, numbers())) for _ in range(2)]
-    for layer in (0, 1):
-        layers.out(layer)
-        layers.back(layer)
-    torch.stack(outputs).sum().backward()
-    assert layers.statistics.reloaded_ahead == 2
-    assert layers.statistics.reloaded_on_demand == 0
-    del outputs
-    check(device, layers.context)

@@ -5,12 +5,8 @@ import torch
 from adversary.device import AdversarialDevice
 from adversary.harness import check
 from adversary.layers import STORAGE, Layers, numbers, saving
-from adversary.models import ROWS
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from actoffload import HostMemoryWarning
-from actoffload.report import Reason
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_layers=2 of model_layers=3 leaves one resident layer")
 
@@ -126,47 +122,3 @@ def test_what_autograd_holds_outlives_what_made_it(device: AdversarialDevice, w:
     layers.context.new_pass()
     del current
     assert torch.equal(saved.unpack(), h)
-
-
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_device_memory_runs_out_during_a_reload(device: AdversarialDevice, w: Tensor, left: int) -> None:
-    layers = Layers(None, 1)
-    y = layers(lambda: saving(w, numbers()) + saving(w, numbers(1.0)) + saving(w, numbers(2.0)[:, 3:9]))
-    layers.out(0)
-    device.allocations_left = left
-    with pytest.raises(torch.OutOfMemoryError, match="no device memory"):
-        layers.back(0)
-    y.sum().backward()
-    expected = torch.ones_like(w) * numbers().sum() + numbers(1.0).sum() + numbers(2.0)[:, 3:9].sum()
-    assert torch.equal(w.grad, expected)
-    del y
-    check(device, layers.context)
-
-
-def test_device_memory_runs_out_in_backward(device: AdversarialDevice, w: Tensor) -> None:
-    layers = Layers(1, 3)
-    outputs = [layers(lambda k=k: saving(w, numbers(k))) for k in range(3)]  # type: ignore[misc]
-    loss = torch.stack(outputs).sum()
-    device.allocations_left = 0
-    with pytest.raises(torch.OutOfMemoryError, match="no device memory"):
-        loss.backward(retain_graph=True)
-    w.grad = None
-    loss.backward()
-    assert torch.equal(w.grad, torch.ones_like(w) * (numbers().sum() + numbers(1).sum() + numbers(2).sum()))
-    outputs.clear()
-    del loss
-    check(device, layers.context)
-
-
-def test_the_system_has_no_more_page_locked_memory(device: AdversarialDevice, w: Tensor) -> None:
-    layers = Layers(2, 3)
-    device.largest_slab = STORAGE
-    sizes = [ROWS, 4 * ROWS, ROWS]
-    with pytest.warns(HostMemoryWarning, match="the system has no more page-locked memory") as caught:
-        outputs = [layers(lambda k=k: saving(w, numbers(rows=sizes[k]))) for k in range(3)]  # type: ignore[misc]
-    assert len(caught) == 1
-    assert layers.statistics.tensors_kept == {Reason.HOST_FULL: 1}
-    torch.stack(outputs).sum().backward()
-    assert torch.equal(w.grad, torch.ones_like(w) * sum(numbers(rows=rows).sum() for rows in sizes))
-    outputs.clear()
-    check(device, layers.context)

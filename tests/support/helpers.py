@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -78,49 +77,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def check_same(
-    layers: Sequence[torch.nn.Module],
-    x: Tensor,
-    num_layers: int,
-    *,
-    steps: int = 2,
-    loss: Callable[[Tensor], Tensor] = lambda y: y.float().square().mean(),
-    around: Callable[[], Any] | None = None,
-) -> OffloadContext:
-    """Train copies of the layers with and without offload; outputs, gradients and buffers must have equal bits.
-
-    Returns the context, with its statistics, after all graphs are gone.
-    """
-    context, sync = make(num_layers, len(layers))
-    results = []
-    for offload in (False, True):
-        copies = copy.deepcopy(list(layers))
-        leaf = x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
-        torch.manual_seed(11)
-        seen = []
-        for _ in range(steps):
-            start = leaf * 1 if leaf.requires_grad else leaf
-            if around is not None:
-                with around():
-                    y = forward(copies, start, context, sync) if offload else plain(copies, start)
-            else:
-                y = forward(copies, start, context, sync) if offload else plain(copies, start)
-            loss(y).backward()
-            seen.append(y.detach().clone())
-            del y, start
-        module = torch.nn.ModuleList(copies)
-        seen += [p.grad for p in module.parameters() if p.grad is not None]
-        seen += [b.clone() for b in module.buffers()]
-        seen += [leaf.grad] if leaf.grad is not None else []
-        results.append(seen)
-    without, with_ = results
-    assert len(without) == len(with_)
-    for k, (a, b) in enumerate(zip(without, with_, strict=True)):
-        assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
-    nothing_held(context)
-    return context
-
-
 def nothing_held(context: OffloadContext | actoffload.OffloadHandle) -> None:
     """Check that no byte is held on the device or in use on the host."""
     statistics = context.statistics()
@@ -141,6 +97,19 @@ def no_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Run with deterministic kernels, on an accelerator that is idle in the end."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def alive(*types: type) -> int:

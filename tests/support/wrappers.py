@@ -232,8 +232,3 @@ def one_layer(layer: Callable[[Tensor], Tensor], *, steps: int = 1, **more: Any)
         forward([layer, lambda x: x * 1.0, lambda x: x * 1.0], leaf * 1.0, context, sync).sum().backward()
     nothing_held(context)
     return leaf.grad, context.statistics()
-
-
-def two_more(x: Tensor, context: Any, sync: Any) -> Tensor:
-    """Run the two kept layers after an offloaded one."""
-    return forward([torch.sin, torch.cos], x, context, sync)

@@ -18,6 +18,10 @@ ROWS, WIDTH, BLOCKS, STEPS = 40, 32, 6, 3
 OFFLOADED = BLOCKS - 2
 STREAM = ROWS * WIDTH * 4
 """Bytes of what one block hands to the next."""
+PLACE = torch.device("cpu")
+"""Where models and data are; the fixture `place` changes it."""
+WAY: dict[str, Any] = {}
+"""Further arguments of `actoffload.offload`; the fixture `way` changes them."""
 
 Offload = Callable[..., Any]
 Program = Callable[[Offload], Sequence[Tensor]]
@@ -76,7 +80,7 @@ def dropping() -> Block:
 
 def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     """Return the data of a step."""
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k))
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k)).to(PLACE)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -199,7 +203,7 @@ def both(
     watch : bool
         Check that no parameter of the model is offloaded while it runs.
     device : Backend, optional
-        Which device; one of reference if not given.
+        Which device; if not given, the accelerator if `PLACE` is one, or else a device of reference.
 
     Returns
     -------
@@ -207,17 +211,24 @@ def both(
         That of the second run, for its statistics.
     """
     handles: list[actoffload.OffloadHandle] = []
-    spy: Any = Spy(actoffload.device.ReferenceDevice() if device is None else device)
+    if device is None:
+        device = actoffload.device.ReferenceDevice() if PLACE.type == "cpu" else actoffload.device.backend()
+    spy: Any = Spy(device)
+
+    def place(module: nn.Module) -> None:
+        if PLACE.type != "cpu":  # ranks have placed theirs themselves
+            module.to(PLACE)
 
     def offload(module: nn.Module, **options: Any) -> actoffload.OffloadHandle:
+        place(module)
         spy.watched = module if watch else None
         # Nothing is measured where a fraction is given.
-        chosen = {"layers": "*blocks.?", "min_bytes": 64, "fraction": 1.0, **options}
+        chosen = {"layers": "*blocks.?", "min_bytes": 64, "fraction": 1.0, **WAY, **options}
         handles.append(actoffload.offload(module, **chosen))
         return handles[-1]
 
     torch.manual_seed(0)
-    wanted = program(lambda module, **options: None)
+    wanted = program(lambda module, **options: place(module))
     gc.disable()  # what is freed here is freed by reference counts
     try:
         with use(spy):
@@ -234,6 +245,7 @@ def both(
     assert not hooked()
     statistics = handle.statistics()
     assert (statistics.tensors_offloaded > 0) == offloads
+    assert not WAY.get("recompute") or any(group.recomputed for group in handle.report().groups)
     assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle
 

@@ -13,7 +13,7 @@ from actoffload.schedule.plan import Plan
 from .models import DEVICE_KINDS, KINDS, STREAM_KINDS
 from .plans import group_plans, plans
 
-__all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "programs"]
+__all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "programs", "steps"]
 
 
 @dataclass(frozen=True)
@@ -95,37 +95,36 @@ def programs(
     elif not manual:
         offload = draw(st.integers(1, len(layers) - 1))
     limit = draw(st.integers(0, 12).map(lambda k: 1024 * k)) if limited else None
-    steps = draw(_steps(len(layers), aside=streams))
-    return Program(layers, offload, steps, limit, manual and draw(st.booleans()))
+    drawn = draw(steps(len(layers), aside=streams))
+    return Program(layers, offload, drawn, limit, manual and draw(st.booleans()))
 
 
 @st.composite
-def _steps(draw: st.DrawFn, depth: int, *, aside: bool) -> list[Step]:
-    steps: list[Step] = []
+def steps(draw: st.DrawFn, depth: int, *, aside: bool, passes: int = 3) -> list[Step]:
+    """Draw forwards of some layers, and backwards of their graphs, in any order."""
+    found: list[Step] = []
     alive: list[int] = []
-    passes = draw(st.integers(1, 3))
-    begun = 0
-    retained = 0
-    while begun < passes or alive:
+    begun, retained, count = 0, 0, draw(st.integers(1, passes))
+    while begun < count or alive:
         what = draw(st.sampled_from(["forward", "backward", "backward", "other"]))
-        if begun < passes and (what == "forward" or not alive):
-            steps.append(draw(_forward(begun, depth)))
-            if not (isinstance(steps[-1], Forward) and steps[-1].raises):
+        if begun < count and (what == "forward" or not alive):
+            found.append(draw(_forward(begun, depth)))
+            if not (isinstance(found[-1], Forward) and found[-1].raises):
                 alive.append(begun)
             begun += 1
-        elif what == "other" and begun < passes:
-            steps.append(Validate())
+        elif what == "other" and begun < count:
+            found.append(Validate())
         elif what == "backward":
             run = draw(st.sampled_from(alive))
             retain = retained < 2 and draw(st.booleans())
             retained += retain
-            steps.append(Backward(run, retain, draw(st.integers(0, 3)) == 0, aside and draw(st.booleans())))
+            found.append(Backward(run, retain, draw(st.integers(0, 3)) == 0, aside and draw(st.booleans())))
             if not retain:
                 alive.remove(run)
         elif alive:
-            steps.append(Drop(draw(st.sampled_from(alive))))
-            alive.remove(steps[-1].run)  # type: ignore[union-attr]
-    return steps
+            found.append(Drop(draw(st.sampled_from(alive))))
+            alive.remove(found[-1].run)  # type: ignore[union-attr]
+    return found
 
 
 @st.composite

@@ -26,7 +26,7 @@ from actoffload.schedule.plan import Plan
 from .device import AdversarialDevice
 from .models import DEVICE_KINDS, KINDS, LEAST, ROWS, STREAM_KINDS, WIDTH, weights
 from .orders import Mode
-from .programs import Backward, Drop, Forward, Program, Validate
+from .programs import Backward, Drop, Forward, Validate
 
 __all__ = ["LAYERS", "InjectedError", "Run", "check", "execute", "scaled_down", "trial"]
 
@@ -68,7 +68,7 @@ class InjectedError(Exception):
 class Run:
     """One run of a program, on `device`; without offloading if that is None."""
 
-    def __init__(self, program: Program, device: AdversarialDevice | None, seed: int) -> None:
+    def __init__(self, program: Any, device: AdversarialDevice | None, seed: int = 0) -> None:
         self.program = program
         self.device = device
         self.random = random.Random(seed)
@@ -78,7 +78,6 @@ class Run:
         self.context: Any = nullcontext()
         self.sync: Callable[[Tensor], Tensor] = lambda x: x
         self.controller: Any = None
-        self.weights = [w.requires_grad_() for w in weights(sum(map(len, program.layers)))]
         self.inputs: list[Tensor] = []
         self.outputs: dict[int, Tensor] = {}
         self.passes: dict[int, Pass] = {}
@@ -87,9 +86,13 @@ class Run:
         # State that the layers of one pass share, see Surroundings.
         self.state: dict[str, Tensor] = {}
         self.parts = 0
+        self._build()
         if device is not None:
             self._side = device.side_stream()
             self._open(device)
+
+    def _build(self) -> None:
+        self.weights = [w.requires_grad_() for w in weights(sum(map(len, self.program.layers)))]
 
     def _open(self, device: AdversarialDevice) -> None:
         count, program = len(self.program.layers), self.program
@@ -111,9 +114,14 @@ class Run:
         recording: AbstractContextManager[Any] = self.context.record_timeline()
         return recording
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors that get gradients."""
+        return [*self.weights, *self.inputs]
+
     @staticmethod
-    def passes(program: Program) -> int:
-        """Return the number of passes of a program."""
+    def count(program: Any) -> int | None:
+        """Return the number of passes of a program, or None if it is not known."""
         return sum(isinstance(step, Forward | Validate) for step in program.steps)
 
     # Surroundings of a layer
@@ -140,7 +148,8 @@ class Run:
         return tensor
 
     def read(self, tensor: Tensor) -> None:
-        if self.device is not None:
+        # The program itself orders accesses to what is not saved for backward, or only by autograd.
+        if self.device is not None and torch.is_grad_enabled() and actoffload.is_cpu_offload_enabled():
             self.device.saved(tensor, self.device.current_stream(self.device.place(tensor)))
 
     def crossing(self) -> None:
@@ -153,12 +162,17 @@ class Run:
 
     # Steps
 
-    def forward(self, step: Forward | Validate) -> Tensor:
-        index = 0
+    def begin(self, trained: bool) -> Tensor:
+        """Return the input of a forward."""
         self.state, self.parts = {}, 0
         x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + len(self.inputs))
-        if isinstance(step, Forward):
+        if trained:
             self.inputs.append(x.requires_grad_())
+        return x
+
+    def forward(self, step: Forward | Validate) -> Tensor:
+        index = 0
+        x = self.begin(isinstance(step, Forward))
         if self.device is not None and self._unfinished():
             self.context.new_pass()
         try:
@@ -198,7 +212,8 @@ class Run:
         aside = step.aside and self.device is not None
         try:
             with self.device.on(self._side) if aside and self.device is not None else nullcontext():
-                output.backward(gradient, retain_graph=step.retain)
+                if output.requires_grad:  # not where every module with weights was skipped
+                    output.backward(gradient, retain_graph=step.retain)
         finally:
             self.failing = False
             self.crossing()
@@ -236,9 +251,8 @@ class Run:
                 self.step(step)
         self.outputs.clear()
         self.passes.clear()
-        self.oldest.backward()
-        leaves = [*self.weights, *self.inputs]
-        return self.seen + [torch.zeros(1) if leaf.grad is None else leaf.grad for leaf in leaves]
+        self.oldest.backward(retain_graph=True)
+        return self.seen + [torch.zeros(1) if leaf.grad is None else leaf.grad for leaf in self.leaves]
 
     def step(self, step: Any) -> None:
         if isinstance(step, Forward):
@@ -255,7 +269,7 @@ class Run:
 
 
 def execute(
-    program: Program, device: AdversarialDevice | None, seed: int = 0, kind: type[Run] = Run
+    program: Any, device: AdversarialDevice | None, seed: int = 0, kind: type[Run] = Run
 ) -> tuple[list[Tensor], Any]:
     """Run a program; return its outputs and gradients, and its context."""
     if device is None:
@@ -274,7 +288,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def trial(
-    program: Program, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run
+    program: Any, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run
 ) -> tuple[Any, Any]:
     """Run a program in one order and check the result; return the order and the statistics."""
     device = AdversarialDevice(seed, mode)
@@ -287,7 +301,7 @@ def trial(
     finally:
         if was_enabled:
             gc.enable()
-    assert statistics.passes == kind.passes(program)
+    assert kind.count(program) in (None, statistics.passes)
     assert same(got, expected), f"gradients differ from the run without offloading: {program}, seed {seed}, {mode}"
     return tuple(device.orders.trace), statistics
 

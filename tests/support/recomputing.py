@@ -40,6 +40,13 @@ class Mlp(nn.Module):
         return x + self.down(torch.sin(self.up(x)))
 
 
+class Linear(nn.Linear):
+    """A linear of one width."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
 class Net(nn.Module):
     """Blocks between two linears."""
 
