@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
-from processes import run_ranks  # noqa: E402 - lies in tests
+from processes import run_ranks  # noqa: E402 - lies in tests/support
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

@@ -340,6 +340,30 @@ class Doubled(nn.Module):
         return weight * 2.0
 
 
+def test_a_forward_that_is_bound_to_the_module_itself():
+    """As accelerate binds it for mixed precision: the function alone, to the model."""
+    model, x = Waves(6), data()
+    want = train(model)
+    with offload(model, recompute=False) as handle:
+        function, held = model.forward.__func__, model.forward
+        model.forward = types.MethodType(lambda self, *args: function(self, *args), model)
+        equal(train(model), want)
+        assert moved(handle, model) >= 3 * UNIT
+    del held
+    equal([model(x)], [function(model, x)])
+
+
+def test_mixed_precision_of_accelerate_after_offload():
+    accelerate = pytest.importorskip("accelerate")
+    plain = Waves(6)
+    model = copy.deepcopy(plain)
+    want = train(accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(plain))
+    with offload(model, recompute=False) as handle:
+        prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+        equal(train(prepared), want)
+        assert moved(handle, prepared) > 0
+
+
 @pytest.mark.parametrize("first", ["parametrized", "offloaded"])
 def test_copies_of_parametrized_modules_follow_nothing(first):
     model = Waves(6)

@@ -201,7 +201,7 @@ def test_a_gradient_is_taken_inside_of_the_forward():
             (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
             return energy + force
 
-    with pytest.warns(UserWarning, match="the rest is saved by the code of the model's own forward"):
+    with pytest.warns(UserWarning, match="by the code of the model's own forward"):
         _, statistics = agrees(Forces(6))
     assert statistics.bytes_offloaded > 0
 

@@ -56,7 +56,12 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_order.py::" + CAPTURED,
     ],
     "engine/statistics.py": ["tests/report/test_several_passes.py", *STREAMS, "tests/engine/test_limits.py"],
-    "engine/storage.py": ["tests/engine/test_saved_again.py", *STREAMS, "tests/engine/test_limits.py"],
+    "engine/storage.py": [
+        "tests/engine/test_weights_stay.py",
+        "tests/engine/test_saved_again.py",
+        *STREAMS,
+        "tests/engine/test_limits.py",
+    ],
     "engine/hooks.py": ["tests/engine/test_saved_again.py", "tests/engine/test_written_after_saving.py", *STREAMS],
     "engine/eligibility.py": [
         "tests/engine/test_tables_of_models.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ from whole_model import equal, offload
 
 from actoffload._torch.tensors import storage_expired, storage_weakref
 from actoffload.replay import Call
+from actoffload.replay.tracer import Tracer
 
 
 class Noting(Mlp):
@@ -257,6 +259,29 @@ def test_an_interrupt_at_many_bytecodes_of_a_forward(first):
                 nothing_held(handle)
             n += stride
     assert n > 1000
+    equal(step(model), want)
+
+
+def test_a_tracer_whose_own_removal_is_interrupted(monkeypatch):
+    torch.manual_seed(0)
+    model = Net(Mlp, 3)
+    want = step(model)
+    offload(model, layers="blocks.?", recompute=True, fraction=1.0)
+    end = Tracer.end
+    interrupts = []
+
+    def interrupt(self):
+        if inspect.stack()[1].function != "remove_tracers":
+            interrupts.append(self)
+            raise KeyboardInterrupt
+        end(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracer, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+    assert interrupts
+    clean()
     equal(step(model), want)
 
 

@@ -173,7 +173,10 @@ def _note_lost(follower: weakref.ref[_Follower], _: object) -> None:
 def _make_forward(module: Module, before: Any) -> Callable[..., Any]:
     """Return the ``forward`` of a follower, with the name and the signature of the one that it surrounds."""
 
-    def forward(follower: _Follower, /, *args: Any, **kwargs: Any) -> Any:
+    def forward(bound: Any, /, *args: Any, **kwargs: Any) -> Any:
+        follower: _Follower | None = bound if type(bound) is _Follower else vars(bound).get(_ENTRY)
+        if follower is None:  # accelerate binds the function to the module, and may still do so after `remove`
+            return (class_attribute(bound, "forward") if before is None else before)(*args, **kwargs)
         module = follower.ref()
         if module is None:
             raise RuntimeError(GONE)

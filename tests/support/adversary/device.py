@@ -66,6 +66,9 @@ class AdversarialDevice:
         self._captures = 0
         self._defaults = [self.orders.stream("compute", device, compute=True) for device in (0, 1)]
 
+    def host_room(self) -> None:
+        return None
+
     # Calls of a program
 
     def side_stream(self, device: int = 0) -> Stream:
