@@ -5,27 +5,30 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn import Module
 
 from .._folding import fold_names
-from ..engine.passes import ModelPass
+from ..engine.engine import Engine
+from ..engine.passes import ModelPass, latest_pass, pass_in_backward
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.build import Held, PassHistory, PassStatistics, build
+from ..report.build import Held, PassHistory, PassStatistics, build, on_device
 from ..report.groups import GroupReport, Holder, StepFacts
 from ..report.holders import find_all_holders
+from ..report.memory import Memory, add_note
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from ..schedule.schedules import GroupSchedule
-from .conduct import DROPPED, KEPT, FollowedModule, group_name
+from .conduct import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
 from .module_names import Names, starred
 
-__all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
+__all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names"]
 
 
 def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
@@ -304,3 +307,43 @@ def _holders(latest: LatestPass, recording: Recording | None) -> dict[int, tuple
         return None
     now = {of.address: entry.address for of, entry in zip(recording.held, held, strict=True)}
     return {now[at]: holders for at, holders in recording.holders.items()}
+
+
+# Errors
+
+
+def explain(
+    error: BaseException,
+    modules: Sequence[FollowedModule],
+    engine: Engine,
+    current: ModelPass[GroupKey] | None,
+    calls: Sequence[FollowedModule],
+    steering: Steering,
+    *,
+    idle: bool,
+) -> None:
+    """Add a note to an out-of-memory error: what holds the memory, and what would help.
+
+    `current` and `calls` are the pass and the calls in progress in this thread; `idle`: the forward is not followed.
+    """
+    with suppress(Exception):  # the error matters more than the note
+        plan, groups = steering.plan(), [module for module in modules if module.group >= 0]
+        done = None if idle else current or pass_in_backward(engine) or latest_pass(engine)
+        if not (idle or isinstance(done, ModelPass)):
+            return
+        memory = Memory(modules[0].module, engine.backend, plan, steering.facts().get("next_choice", ""))
+        again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
+        kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=True) if name not in again}
+        if isinstance(done, ModelPass):
+            with done.lock:
+                for name, layer in zip(group_names(groups, done.order.started), done.layers, strict=False):
+                    own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
+                    memory.saved[name] = max(on_device([layer]), own)
+                    memory.refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
+                memory.outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1]
+        else:
+            memory.saved.update(kept)
+        if calls:
+            memory.where = f"in the forward of {group_name(calls[-1].name)}"
+            memory.is_outside = not idle and calls[-1].role is not GROUP
+        add_note(error, memory)

@@ -12,7 +12,7 @@ import torch
 from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_checkpoint, saved_tensor_hooks
 from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
-from .._warnings import warn
+from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
 from ..engine.hooks import Packer, unpack
@@ -34,6 +34,7 @@ from .conduct import (
     obstacle_to_hooks,
 )
 from .replays import Begun, Replays
+from .reporting import explain
 from .thread_state import Call, ThreadState
 
 __all__ = ["Tracker"]
@@ -72,6 +73,7 @@ class Tracker:
         self.replays = Replays(modules, engine.backend, lambda: engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
+        explainers.add(self)
 
     @property
     def depth(self) -> int:
@@ -289,6 +291,13 @@ class Tracker:
             elif thread.between is not None:
                 # The model may handle the exception.
                 thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an out-of-memory error: what holds the memory, and what would help."""
+        if not self._stopped:
+            thread = self._thread
+            calls = [call.of for call in thread.calls]
+            explain(error, self._modules, self._engine, thread.current, calls, self.steering, idle=thread.idle)
 
     def _leave(self) -> None:
         """Note that this thread is in no forward; may be repeated after an interrupt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .groups import Amounts, GroupReport, HeldStorage, Holder, StepFacts, sum_gr
 from .report import Report
 from .step_timeline import StepTimeline
 
-__all__ = ["Held", "PassHistory", "PassStatistics", "build"]
+__all__ = ["Held", "PassHistory", "PassStatistics", "build", "on_device"]
 
 # What a pass did
 
@@ -136,12 +136,14 @@ class PassHistory:
         waiting = [
             each for each in earlier if not each.backward_begun and any(not layer.freed for layer in each.layers)
         ]
-        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
+        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(on_device(each.layers) for each in waiting))
 
 
-def _on_device(done: Pass) -> int:
-    storages = {storage for layer in done.layers for storage in layer.living()}
-    residents = {resident for layer in done.layers for ref in layer.residents if (resident := ref()) is not None}
+def on_device(layers: Iterable[Layer]) -> int:
+    """Return the bytes of what layers saved that are on the device."""
+    layers = list(layers)
+    storages = {storage for layer in layers for storage in layer.living()}
+    residents = {resident for layer in layers for ref in layer.residents if (resident := ref()) is not None}
     on_device = (storage.nbytes for storage in storages if storage.residency is not Residency.HOST)
     return sum(on_device) + sum(resident.nbytes for resident in residents)
 

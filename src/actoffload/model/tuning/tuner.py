@@ -262,6 +262,8 @@ class Tuner:
         if failed > self._failed and limit is not None and self._ranks.lockstep is None:
             self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
+            less = f"plans leave {size(self._short)} of it from here on"
+            logger.warning("The device ran out of memory with the plan of %s: %s.", self._title, less)
         self._failed = failed
 
     # Stages
