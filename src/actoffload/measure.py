@@ -6,27 +6,27 @@ Wall-clock times of the reference device say nothing about a GPU, so tables and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from ._arguments import check_whole
-from ._meters import (
-    DeviceInfo,
-    MemoryMeter,
-    check_steps,
-    describe_device,
-    measure_link,
-    measure_peak,
-    measure_step_times,
-    trace_memory,
-)
 from .context import OffloadContext
+from .device.accelerator import Accelerator
+from .device.reference import CreatedStorages
 from .model import OffloadHandle
 from .report.plots import ByteUnit, plot_measurements
 from .report.tables import Printable, Table
-from .schedule.costs import measured_costs
+from .schedule.costs import Link, measured_costs
 from .schedule.timeline import milliseconds, percent
 
 if TYPE_CHECKING:
@@ -47,6 +47,227 @@ __all__ = [
     "measured_costs",
     "trace_memory",
 ]
+
+# The device, its memory and its link
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The device and the versions of a measurement.
+
+    Parameters
+    ----------
+    name, driver, torch, python : str
+        Name of the accelerator, or ``"reference device (CPU)"``, and versions; no driver has an empty one.
+    reference : bool
+        True without an accelerator: bytes are exact then, times say nothing about a GPU.
+    """
+
+    name: str
+    reference: bool
+    driver: str
+    torch: str = torch.__version__
+    python: str = platform.python_version()
+
+    def __str__(self) -> str:
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.name}{driver}, torch {self.torch}, Python {self.python}"
+
+
+def describe_device() -> DeviceInfo:
+    """Return the current accelerator and the versions of driver, torch and Python."""
+    if not torch.accelerator.is_available():
+        return DeviceInfo("reference device (CPU)", True, "")
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        driver = ""
+    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver.strip() or "unknown")
+
+
+class MemoryMeter:
+    """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
+
+    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Largest number of bytes in use; set at the end of the block.
+
+    Examples
+    --------
+    >>> from actoffload.measure import MemoryMeter
+    >>> with MemoryMeter() as meter:
+    ...     a = torch.zeros(2**18)
+    >>> meter.peak_bytes >= 2**20
+    True
+    """
+
+    def __init__(self) -> None:
+        self._storages = None if torch.accelerator.is_available() else CreatedStorages()
+        self._earlier = 0  # peak of a meter around this one
+        self.peak_bytes = 0
+
+    def __enter__(self) -> MemoryMeter:
+        if self._storages is not None:
+            self._storages.__enter__()
+        else:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            self._earlier, Accelerator.peak_before_resets = Accelerator.peak_before_resets, 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._storages is not None:
+            self._storages.__exit__()
+            self.peak_bytes = self._storages.peak
+        else:
+            torch.accelerator.synchronize()
+            self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
+            Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes in use now."""
+        return torch.accelerator.memory_allocated() if self._storages is None else self._storages.now
+
+
+def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
+    """Return the peak of device memory in bytes while a function runs, usually one training step.
+
+    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
+    """
+    check_whole(warmup=warmup, least=0)
+    _repeat(function, warmup)
+    with MemoryMeter() as meter:
+        function()
+    return meter.peak_bytes
+
+
+def trace_memory(function: Callable[[], object], modules: Iterable[nn.Module]) -> list[int]:
+    """Return the device memory in use at the borders of modules while a function runs, usually one training step.
+
+    Parameters
+    ----------
+    function : callable
+        Called once, without arguments.
+    modules : iterable of Module
+        Modules that it calls, such as the layers of a model; their first output requires a gradient.
+
+    Returns
+    -------
+    list of int
+        Bytes before the function runs, after the forward of each module, before the backward of each module, and after
+        the function has run.
+
+    Examples
+    --------
+    >>> from actoffload.measure import trace_memory
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(2)])
+    >>> x = torch.randn(1024, 256)
+    >>> [round(nbytes / 2**20) for nbytes in trace_memory(lambda: model(x).sum().backward(), model)][:3]
+    [0, 1, 2]
+    """
+    found: list[int] = []
+
+    def look(*_: Any) -> None:
+        found.append(meter.bytes_in_use)
+
+    def border(module: nn.Module, args: Any, output: Any) -> None:
+        look()
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(look)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(border).remove)
+        meter = stack.enter_context(MemoryMeter())
+        look()
+        function()
+        look()
+    return found
+
+
+def measure_step_times(
+    arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time several functions side by side: return the seconds of one call by name, for each repeat.
+
+    The order is random, so that drifting clocks affect all functions alike.  Each measurement follows an untimed call
+    of the same function.  Seconds are times between events on the current stream.
+
+    Parameters
+    ----------
+    arms : mapping of str to callable
+        Functions by name, called without arguments.
+    repeats, steps, warmup : int
+        Measurements of each function, calls in one of them without a pause between, and calls before the first one.
+    """
+    check_whole(repeats=repeats, steps=steps, least=1)
+    check_whole(warmup=warmup, least=0)
+    check_steps(arms=arms)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for function in arms.values():
+        _repeat(function, warmup)
+    order, names = random.Random(0), list(arms)
+    for _ in range(repeats):
+        order.shuffle(names)
+        for name in names:
+            arms[name]()
+            seconds[name].append(_time(arms[name], steps))
+    return seconds
+
+
+def check_steps(**arguments: object) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is no mapping of names to functions."""
+    for name, value in arguments.items():
+        if not isinstance(value, Mapping) or not all(map(callable, value.values())):
+            raise TypeError(f"{name} is {value!r}; expected a mapping of names to functions without arguments.")
+        if not value:
+            raise ValueError(f"{name} is empty; expected at least one function by name.")
+
+
+def _repeat(function: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        function()
+
+
+def _time(function: Callable[[], object], steps: int) -> float:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        begun = time.perf_counter()
+        _repeat(function, steps)
+        return (time.perf_counter() - begun) / steps  # [guard: time of one step]
+    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.accelerator.synchronize()
+    start.record()
+    _repeat(function, steps)
+    end.record()
+    torch.accelerator.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3 / steps
+
+
+def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
+    """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
+
+    On the reference device it is that of a copy within host memory.
+    """
+    check_whole(nbytes=nbytes, repeats=repeats, least=1)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    arms: dict[str, Callable[[], object]] = {
+        "d2h": lambda: on_host.copy_(on_device, non_blocking=True),
+        "h2d": lambda: on_device.copy_(on_host, non_blocking=True),
+    }
+    times = measure_step_times(arms, repeats=repeats)
+    return Link(d2h=nbytes / median(times["d2h"]), h2d=nbytes / median(times["h2d"]))
+
+
+# Steps
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Steering(Protocol):
         """Return the plans that are worth having; raise a `RuntimeError` if costs were not measured."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
+        """Return what is known of whole steps, as fields of `Report`."""
 
 
 @dataclass(eq=False)

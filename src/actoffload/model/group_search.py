@@ -139,7 +139,7 @@ class Finder:
         without = [(of.name, of.module) for of in skipped if all(p.grad is None for p in of.module.parameters())]
         self._skipped = without
         stretches = list(_stretches(sequence))
-        latest = LatestPass.of(done, sequence, None)
+        latest = LatestPass.of(done, sequence)
         chosen = self._choose(sequence, stretches, latest)
         dropped = [of for of in self._groups if of.name not in chosen]
         for of in dropped:

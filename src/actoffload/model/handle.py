@@ -16,21 +16,21 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.groups import StepFacts
 from ..report.plots import Frontier
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
+from .conduct import FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report, describe, group_names
+from .reporting import PassLog, Recording, build_report, describe, group_names, number_of_layers
 from .steering import BySchedule
 from .tracker import Tracker
 
 __all__ = ["OffloadHandle"]
 
+BY_HAND = ("num_layers", "fraction", "max_inflight")  # a plan that is measured does not go by kinds of groups
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
@@ -258,40 +258,44 @@ class OffloadHandle:
         """
         return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 
-    def report(self, *, full: bool = False) -> Report:
+    def report(self) -> Report:
         """Return what the latest pass did, group by group, with advice.
 
-        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.
-
-        Parameters
-        ----------
-        full : bool
-            Describe the latest pass that saved at least half as much as the largest one since the statistics began,
-            as after a smaller last batch.
+        It is the latest that saved at least half as much as the largest one since the statistics began, so not a small
+        last batch.  Times, stalls, and the names of what else references offloaded memory need a step in `recording`.
 
         Raises
         ------
         RuntimeError
             If no forward with a graph ended since the call of `offload`, or none in which something could be offloaded.
         """
-        latest, recording = self._log.full if full else None, self._log.recording
-        latest = latest or self._log.latest
+        latest, replays = self._log.full, self._tracker.replays
         if latest is None:
             told = self._tracker.warned
             raise RuntimeError(
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
-        plan = self.plan
-        because = latest.because or plan.because
-        more: dict[str, Any] = {"because": because, "expected": plan.expected}
-        replays = self._tracker.replays
-        more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
-        more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
-        facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
-        statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
-        return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
+        plan, times, arguments = self.plan, self._engine.backend.times, self._arguments
+        by_kind = arguments is None or any(arguments.get(name) is not None for name in BY_HAND) or not times
+        schedule, kinds = self._plans.schedule, self._plans.kinds(latest.sequence)
+        return build_report(
+            self._plans,
+            self._groups,
+            latest,
+            self._log.recording,
+            self.statistics(),
+            plan,
+            because=latest.because or plan.because,
+            expected=plan.expected,
+            proven_bytes=replays.proven_bytes,
+            samples=replays.alarm.samples,
+            refused=replays.refused(),
+            arguments=arguments,
+            times=times,
+            num_layers=number_of_layers(schedule, kinds) if by_kind else None,
+            **self._tracker.steering.facts(),
+        )
 
 
 class _Pause(AbstractContextManager[OffloadHandle]):

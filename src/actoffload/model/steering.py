@@ -51,7 +51,7 @@ class BySchedule:
         """Do nothing: nothing is measured."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
+        """Return what is known of whole steps, as fields of `Report`: nothing."""
         return {}
 
     def frontier(self) -> Sequence[GroupPlan]:

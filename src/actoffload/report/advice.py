@@ -4,74 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._folding import fold_names
 from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
+from .groups import WEIGHTS, GroupReport, Holder, add_amounts, merge_held
 from .report import Advice, Report
 
-__all__ = ["TOLERANCE", "Advice", "advise", "advise_on_time", "stall_share"]
-
-# What takes time
+__all__ = ["advise"]
 
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
+LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
+WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
+HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 
-
-def advise_on_time(report: Report) -> tuple[Advice, ...]:
-    """Return what to change because it takes time, one sentence each."""
-    return *_on_demand(report), *_stalled(report)
-
-
-def _on_demand(report: Report) -> Iterator[Advice]:
-    late = [group for group in report.groups if group.reloaded_on_demand]
-    if not late:
-        return
-    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
-    count, of = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
-    behind = report.groups[report.groups.index(late[-1]) + 1 :]
-    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
-    if any(not group.calls for group in behind):
-        why = "later groups, whose backward reloads them, did not run"
-    reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
-    nbytes = sum(group.bytes_offloaded for group in late)
-    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
-
-
-def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
-    """Return how to offload less, and the arguments that do."""
-    if report.next_choice:
-        return report.next_choice.rstrip("."), {}
-    if not report.takes("num_layers"):
-        return "offload fewer groups", {}
-    offloaded = Counter(group.kind for group in report.offloaded_groups)
-    number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
-    return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}
-
-
-def stall_share(report: Report) -> float | None:
-    """Return the share of the recorded step for which compute stalled; None if that is not known."""
-    waited = report.totals.stall_seconds
-    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
-
-
-def _stalled(report: Report) -> Iterator[Advice]:
-    share = stall_share(report) or 0.0
-    if share <= TOLERANCE:
-        return
-    totals = report.totals
-    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
-    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
-    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
-    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
-    do, change = _fewer(report)
-    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
-
-
-# What is offloaded, kept and not freed
+IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
@@ -91,48 +41,75 @@ RETURN_LESS = (
     (r"", "return only what the loss needs from forward while training"),
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
-LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
-WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
-HALF = 0.5  # of the activations: fewer in groups are worth a sentence
-
-IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 
 def advise(report: Report) -> tuple[Advice, ...]:
     """Return what to change, one sentence each, about the most bytes first."""
-    if not report.groups or not any(group.calls for group in report.groups):
+    if not any(group.calls for group in report.groups):
         passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
         run = f"No group has run in {passes} with a graph since the statistics began"
         called = "groups are modules whose forward is called"
         return (Advice(f"{run}: {called}, and of which a parameter or an input requires a gradient."),)
-    if report.small:
-        found = [_small(report)]
-    else:
-        found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
-    found += advise_on_time(report)
+    found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
+    found += [*_on_demand(report), *_stalled(report)]
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
 
 
-def _literal(value: Any) -> str:
-    """Return an argument as it is written in a program."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_literal, value))}]"
-    return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
+def _takes(report: Report, argument: str) -> bool:
+    """Return whether what made the report takes an argument; all do if that is not known."""
+    return report.arguments is None or argument in report.arguments
+
+
+def _given(report: Report, argument: str) -> bool:
+    """Return whether an argument may have been given: what is not known may."""
+    return report.arguments is None or report.arguments.get(argument) not in (None, (), [])
+
+
+# What takes time
+
+
+def _on_demand(report: Report) -> Iterator[Advice]:
+    late = [group for group in report.groups if group.reloaded_on_demand]
+    if not late:
+        return
+    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
+    count, whole = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
+    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
+    if any(not group.calls for group in report.groups[report.groups.index(late[-1]) + 1 :]):
+        why = "later groups, whose backward reloads them, did not run"
+    reloads = f"{count} of {whole} reloads ({percent(count / whole)}) were on demand, when backward needed them"
+    nbytes = sum(group.bytes_offloaded for group in late)
+    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
+
+
+def _stall_share(report: Report) -> float | None:
+    """Return the share of the recorded step for which compute stalled; None if that is not known."""
+    waited = report.totals.stall_seconds
+    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
+
+
+def _stalled(report: Report) -> Iterator[Advice]:
+    share = _stall_share(report) or 0.0
+    if share <= TOLERANCE:
+        return
+    totals, change = report.totals, dict[str, Any]()
+    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
+    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
+    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
+    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
+    do = report.next_choice.rstrip(".") or "offload fewer groups"
+    if not report.next_choice and _takes(report, "num_layers"):
+        offloaded = Counter(group.kind for group in report.offloaded_groups)
+        number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
+        do, change = f"{do}: pass num_layers={number}", {"num_layers": number}
+    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
 
 
 # What is offloaded
 
 
-def _small(report: Report) -> Advice:
-    saved, largest = size(report.totals.bytes_saved), size(report.largest_bytes)
-    because = f"this pass saved {saved} that can be offloaded, and the largest one {largest}"
-    do = "report a larger pass, or call reset_statistics() if all passes are as small now"
-    return Advice(f"There is no advice on bytes, because {because}: {do}.", report.largest_bytes)
-
-
 def _offloaded(report: Report) -> Iterator[Advice]:
-    totals, groups = report.totals, len(report.groups)
-    none = f"None of {groups} groups is offloaded"
+    totals, none = report.totals, f"None of {len(report.groups)} groups is offloaded"
     if not report.offloaded_groups:
         change: dict[str, Any] = {}
         if report.because and report.num_layers is None:
@@ -143,7 +120,8 @@ def _offloaded(report: Report) -> Iterator[Advice]:
         elif report.num_layers:
             change = {"fraction": -(-100 // report.num_layers) / 100}
         else:
-            change = {"num_layers": 1} | ({} if report.given("fraction") in (None, 1.0) else {"fraction": 1.0})
+            whole = report.arguments is None or report.arguments.get("fraction") in (None, 1.0)
+            change = {"num_layers": 1} | ({} if whole else {"fraction": 1.0})
         if change:
             do = f"pass {' and '.join(f'{name}={value}' for name, value in change.items())} or more"
         yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
@@ -166,8 +144,8 @@ def _kept(report: Report) -> Iterator[Advice]:
     kept = {reason: (amount, everything) for reason, amount in inside.items() if reason not in IN_ORDER}
     if groups and Reason.KEPT in report.kept:
         kept[Reason.KEPT] = report.kept[Reason.KEPT], report.computed_bytes
-    for reason, ((count, nbytes), of) in kept.items():
-        if nbytes >= max(LARGE * of, WORTH * report.computed_bytes) or reason is Reason.HOST_FULL:
+    for reason, ((count, nbytes), whole) in kept.items():
+        if nbytes >= max(LARGE * whole, WORTH * report.computed_bytes) or reason is Reason.HOST_FULL:
             do, change = _to_do(report, reason, count, nbytes)
             if do:
                 yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
@@ -181,15 +159,13 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str, dict[str, Any]]:
     """Return what to do, and the arguments that do it; an empty text if nothing can be done."""
-    if reason is Reason.SMALL and not report.takes("min_bytes"):
-        return "", {}
-    if reason is Reason.SMALL:
+    if reason is Reason.SMALL and _takes(report, "min_bytes"):
         mean = max(nbytes // max(count, 1), 1)
         lower = 1 << max(mean.bit_length() - 2, 0)  # smaller ones than half the mean have less than half the bytes
         do = f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
         return do, {"min_bytes": lower}
     if reason is Reason.HOST_FULL:
-        if report.arguments is not None and report.given("max_host_bytes") is None:
+        if not _given(report, "max_host_bytes"):
             return "the host has no more page-locked memory; offload fewer groups, or free host memory", {}
         # More than the limit in any case, which did not allow these steps beside what is allocated.
         enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
@@ -197,34 +173,14 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         if report.arguments is None:
             do += "; if no limit is set, the host has no more pinned memory"
         return do, {"max_host_bytes": enough}
-    if reason is Reason.KEPT:
-        return _to_keep_less(report)
-    if reason is Reason.SHARED:
-        number, most = report.num_layers, _most_layers(report.groups)
-        by_number = report.arguments is None or report.given("num_layers") is not None
-        if number is None or number >= most:
-            return "", {}  # a group that is always kept saves them
-        if not by_number:
-            return "", {}  # with num_layers other groups may be found, which save less
-        do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
-        return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
-    return DOING[reason], {}
-
-
-def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
-    def lie_in(groups: Iterable[GroupReport]) -> list[bool]:
-        names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
-        return [name.startswith(names) for name in report.kept_modules]
-
-    if report.arguments is not None and not report.given("keep"):
-        return "", {}  # they are kept in any case
-    if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
+    if reason is Reason.KEPT and _given(report, "keep"):
         return "pass keep=[] to offload them", {"keep": []}
-    if all(lie_in(report.groups)):
-        return "", {}  # these groups are kept
-    given = report.given("layers")
-    layers = [*((...,) if given is None else given), *(report.given("keep") or ())]
-    return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
+    if reason is Reason.SHARED and _given(report, "num_layers"):  # otherwise other groups may be found, which save less
+        number = report.num_layers
+        if number is not None and number < _most_layers(report.groups):  # else a group that is always kept saves them
+            do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
+            return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
+    return DOING.get(reason, ""), {}
 
 
 def _most_layers(groups: Sequence[GroupReport]) -> int:
@@ -237,30 +193,23 @@ def _most_layers(groups: Sequence[GroupReport]) -> int:
 
 def _outside(report: Report) -> Iterator[Advice]:
     """Advise on what no group saves: which modules save most of it."""
-    count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
-    everything, modules = report.computed_bytes, report.outside_modules
+    (count, nbytes), everything = (report.outside or {}).get(Reason.OUTSIDE, (0, 0)), report.computed_bytes
     if not everything or nbytes < LARGE * everything:
         if report.coverage is not None and report.coverage < HALF:
-            yield Advice(*_uncovered(report))
+            kept = {reason: size for reason, (_, size) in (report.outside or {}).items() if reason not in IN_ORDER}
+            most = max(kept, key=kept.__getitem__, default=Reason.OUTSIDE)
+            lie = f"Only {percent(report.coverage)} of the {report.counted} lie in groups"
+            others = f'of the others, most were kept for the reason "{most.value}"'
+            yield Advice(f"{lie}; {others}.", sum(kept.values()))
         return
-    what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
-    if modules:
-        most_first = sorted(modules, key=lambda name: (-modules[name], name))[:3]
-        most = ", ".join(f"`{name}` ({size(modules[name])})" for name in most_first)
-        yield Advice(f"{what}{most} save the most; choose these modules, or ones around them, with layers.", nbytes)
+    do = f"record a step with {report.record} to find the modules that save them"
+    if modules := report.outside_modules:
+        largest = sorted(modules, key=lambda name: (-modules[name], name))[:3]
+        most_of_it = ", ".join(f"`{name}` ({size(modules[name])})" for name in largest)
+        do = f"{most_of_it} save the most; choose these modules, or ones around them, with layers"
     elif report.step_passes:
-        yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
-    else:
-        do = f"record a step with {report.record} to find the modules that save them"
-        yield Advice(f"{what}{do}.", nbytes)
-
-
-def _uncovered(report: Report) -> tuple[str, int]:
-    kept: Amounts = {reason: amount for reason, amount in report.outside.items() if reason not in IN_ORDER}
-    nbytes = sum(amount for _, amount in kept.values())
-    most = max(kept, key=lambda reason: kept[reason][1], default=Reason.OUTSIDE)
-    lie = f"Only {percent(report.coverage or 0.0)} of the {report.counted} lie in groups"
-    return f'{lie}; of the others, most were kept for the reason "{most.value}".', nbytes
+        do = "the code of the model itself saves them, in no module; move it into modules"
+    yield Advice(f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: {do}.", nbytes)
 
 
 # What is not freed
@@ -284,9 +233,11 @@ def _not_freed(report: Report) -> Iterator[Advice]:
     unknown = f"something that refers to them; record a step with {report.record} to find it"
     for names, nbytes, because, least in [*found, (tuple(rest), rest.total(), unknown, TOLERANCE * offloaded.total())]:
         if nbytes > least:
-            of = sum(offloaded[name] for name in names)
+            whole = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
-            share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
+            share = (
+                f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})" if whole else ""
+            )
             yield Advice(f"{share or size(nbytes)} were offloaded but not freed, because of {because}.", nbytes)
 
 
@@ -305,7 +256,7 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
 
 
 def _all(report: Report) -> Advice:
-    totals, everything, stalled = report.totals, report.computed_bytes, stall_share(report)
+    totals, everything, stalled = report.totals, report.computed_bytes, _stall_share(report)
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = (
         f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "

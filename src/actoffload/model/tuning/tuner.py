@@ -170,7 +170,7 @@ class Tuner:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what was measured of whole passes, as fields of `StepFacts`."""
+        """Return what was measured of whole passes, as fields of `Report`."""
         return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
 
     # One pass
