@@ -54,5 +54,6 @@ explainers = WeakSet[Any]()
 
 def explain(error: torch.OutOfMemoryError) -> None:
     """Add a note to an error that is raised in backward, where no model is known."""
-    for explainer in list(explainers):
-        explainer.explain(error)
+    for certain in (True, False):  # first the model whose backward runs in this thread
+        for explainer in list(explainers):
+            explainer.explain(error, certain=certain)

@@ -105,6 +105,18 @@ def test_a_reload_in_backward_fails(left):
     assert note(error.value)[0].endswith(" were in use in backward:")
 
 
+def test_of_several_models_the_one_in_backward_is_described():
+    device = NoMemory()
+    models = [Waves(6), nn.Sequential(*Waves(6).blocks), Waves(6)]
+    handles = [offload(model, device=device) for model in models]
+    losses = [model(data()).sum() for model in models]
+    device.left = 1
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        losses[1].backward()
+    assert f"    {size(2 * UNIT)}: 4" in note(error.value)
+    assert len(handles) == 3
+
+
 def test_values_that_are_computed_again_do_not_fit(monkeypatch):
     model = Waves(6)
     offload(model, recompute=True, num_layers=0)

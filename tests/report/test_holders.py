@@ -8,24 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from report_samples import Box, address, find_holders, make
 from torch import nn
 
-from actoffload.report.holders import find_all_holders
-
 FILE = "test_holders.py"
-
-
-def address(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata
-
-
-def make() -> torch.Tensor:
-    return torch.ones(1000)
-
-
-def find_holders(where: int, modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
-    return tuple(map(str, find_all_holders([where], modules)[where]))
 
 
 def holders(tensor: Callable[[], torch.Tensor], modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
@@ -49,10 +35,6 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Encoder()
-
-
-class Box:
-    pass
 
 
 def named(model: nn.Module) -> dict[nn.Module, str]:
@@ -136,18 +118,6 @@ def test_a_local_variable_that_leads_there_is_named_with_the_way():
     addresses = address(box.x), address(pair[1][0])
     lines = [brief(find_holders(where)) for where in addresses]
     assert lines == [[f"local variable `{name}`"] for name in ("box.x", "pair[1][0]")]
-
-
-def test_a_variable_that_a_running_function_shares_with_another_is_named_by_both():
-    hidden = make()
-
-    def read():
-        return hidden
-
-    where = address(hidden)
-    closure, local = find_holders(where)
-    assert closure == f"closure variable `hidden` of read ({FILE}:{read.__code__.co_firstlineno})"
-    assert local.startswith("local variable `hidden` of test_a_variable_that_a_running_function_shares")
 
 
 def test_a_local_variable_of_another_thread():

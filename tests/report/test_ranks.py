@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 import actoffload
 from actoffload import gather_reports
 from actoffload.device import ReferenceDevice, use
-from actoffload.report import GroupReport, RankReports, Reason, Report
+from actoffload.report import GroupReport, RankReports, Report
 
 WORLD = 2
 FOURS = (report(),) * 4
@@ -129,11 +128,6 @@ def test_titles_of_columns(groups, titles):
     assert columns(groups[:1], groups) == titles  # whatever the first rank has of them
 
 
-def test_a_single_rank_needs_no_sums():
-    shown = lines(str(RankReports((report(),))))
-    assert [row[0] for row in shown] == ["rank", "0"]
-
-
 def test_without_groups_and_without_r():
     shown = lines(str(RankReports((Report(), Report(host_bytes=MIB)))))
     assert shown == [
@@ -144,16 +138,6 @@ def test_without_groups_and_without_r():
     ]
     mixed = RankReports((Report(), report())).to_markdown().split("\n")
     assert [row.split("|")[6].strip() for row in mixed[2:5]] == ["-", "93.75 %", ""]
-
-
-def test_markdown_has_the_cells_of_the_text():
-    reports = RankReports((report(), report(groups=groups("tail|0<b>"))))
-    header, *rows = lines(str(reports))[:4]
-    markdown = reports.to_markdown()
-    assert "tail\\|0\\<b\\>" in markdown
-    for cell in (*header[:3], *(cell for row in rows for cell in row)):
-        assert cell.replace("*", "\\*") in markdown
-    assert reports._repr_markdown_() == markdown
 
 
 def test_data_for_programs():
@@ -200,49 +184,6 @@ def of_step(names: range, **options: Any) -> Report:
     with use(ReferenceDevice()), actoffload.offload(stage, **options) as handle, handle.recording():
         stage(torch.randn(1024, 512)).square().mean().backward()
     return handle.report()
-
-
-def test_a_report_survives_pickling():
-    seen = of_step(range(6))
-    again = pickle.loads(pickle.dumps(seen))
-    assert again == seen
-    assert again.held[0].holders
-    assert seen.kept[Reason.PARAMETER] == again.kept[Reason.PARAMETER]  # a Reason is hashed by identity
-    assert str(again) == str(seen)
-    reports = RankReports((seen, again))
-    assert pickle.loads(pickle.dumps(reports)) == reports
-
-
-def test_alone_a_report_is_that_of_rank_0():
-    assert not dist.is_initialized()
-    seen = report()
-    reports = gather_reports(seen)
-    assert reports == RankReports((seen,), (0,))
-    assert reports.reports[0] is seen
-
-
-def test_without_torch_distributed(monkeypatch):
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    monkeypatch.delattr(dist, "is_initialized")  # what such a build of torch does not have
-    assert gather_reports(report()).ranks == (0,)
-
-
-def test_something_else_than_a_report():
-    with pytest.raises(
-        TypeError, match=r"got an object of type Statistics in rank 0; expected a Report: pass handle\."
-    ):
-        gather_reports(actoffload.report.Statistics())
-
-
-def test_a_process_group_of_one(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        reports = gather_reports(report())
-    finally:
-        dist.destroy_process_group()
-    assert reports == RankReports((report(),))
-    assert reports.reports[0] is not report()
 
 
 def error(call: Callable[[], object]) -> str:

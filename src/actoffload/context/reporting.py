@@ -82,6 +82,5 @@ class PassLog:
             arguments=arguments,
             because="" if engine.roles.planned else UNPLANNED,
             record="context.record_timeline()",
-            num_layers=arguments.get("num_layers"),
             step_passes=self._recorded,
         )

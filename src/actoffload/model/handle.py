@@ -24,13 +24,12 @@ from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .conduct import FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report, describe, group_names, number_of_layers
+from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
 from .tracker import Tracker
 
 __all__ = ["OffloadHandle"]
 
-BY_HAND = ("num_layers", "fraction", "max_inflight")  # a plan that is measured does not go by kinds of groups
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
@@ -277,8 +276,6 @@ class OffloadHandle:
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
         plan, times, arguments = self.plan, self._engine.backend.times, self._arguments
-        by_kind = arguments is None or any(arguments.get(name) is not None for name in BY_HAND) or not times
-        schedule, kinds = self._plans.schedule, self._plans.kinds(latest.sequence)
         return build_report(
             self._plans,
             self._groups,
@@ -293,7 +290,6 @@ class OffloadHandle:
             refused=replays.refused(),
             arguments=arguments,
             times=times,
-            num_layers=number_of_layers(schedule, kinds) if by_kind else None,
             **self._tracker.steering.facts(),
         )
 

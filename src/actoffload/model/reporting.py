@@ -12,8 +12,8 @@ from typing import Any
 from torch.nn import Module
 
 from .._folding import fold_names
-from ..engine.engine import Engine
-from ..engine.passes import ModelPass, latest_pass, pass_in_backward
+from ..device.base import Backend
+from ..engine.passes import ModelPass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
 from ..report.build import Held, PassHistory, PassStatistics, build, on_device
@@ -24,11 +24,10 @@ from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
-from ..schedule.schedules import GroupSchedule
 from .conduct import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
 from .module_names import Names, starred
 
-__all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names", "number_of_layers"]
+__all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names"]
 
 NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wasted": 0}
 
@@ -239,49 +238,36 @@ def build_report(
     )
 
 
-def number_of_layers(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
-    """Return the num_layers that offloads as many groups of a kind as a schedule."""
-    if schedule.num_layers is not None:
-        return schedule.num_layers
-    eligible = Counter(kinds[k] for k in GroupSchedule().offloaded(kinds))
-    return max(eligible.values(), default=0)
-
-
 # Errors
 
 
 def explain(
     error: BaseException,
     modules: Sequence[FollowedModule],
-    engine: Engine,
-    current: ModelPass[GroupKey] | None,
+    backend: Backend,
+    done: ModelPass[GroupKey] | None,
     calls: Sequence[FollowedModule],
     steering: Steering,
-    *,
-    idle: bool,
 ) -> None:
     """Add a note to an out-of-memory error: what holds the memory, and what would help.
 
-    `current` and `calls` are the pass and the calls in progress in this thread; `idle`: the forward is not followed.
+    `done` is the pass, None in a forward that is not followed; `calls` are those in progress in this thread.
     """
     with suppress(Exception):  # the error matters more than the note
         plan, groups = steering.plan(), [module for module in modules if module.group >= 0]
-        done = None if idle else current or pass_in_backward(engine) or latest_pass(engine)
-        if not (idle or isinstance(done, ModelPass)):
-            return
-        memory = Memory(modules[0].module, engine.backend, plan, steering.facts().get("next_choice", ""))
+        memory = Memory(modules[0].module, backend, plan, steering.facts().get("next_choice", ""))
         again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
         kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=True) if name not in again}
-        if isinstance(done, ModelPass):
+        if done is None:
+            memory.saved.update(kept)
+        else:
             with done.lock:
                 for name, layer in zip(group_names(groups, done.order.started), done.layers, strict=False):
                     own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
                     memory.saved[name] = max(on_device(layer), own)
                     memory.refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
                 memory.outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1]
-        else:
-            memory.saved.update(kept)
         if calls:
             memory.where = f"in the forward of {group_name(calls[-1].name)}"
-            memory.is_outside = not idle and calls[-1].role is not GROUP
+            memory.is_outside = done is not None and calls[-1].role is not GROUP
         add_note(error, memory)

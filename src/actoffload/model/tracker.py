@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -17,7 +17,7 @@ from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
 from ..engine.hooks import Packer, unpack
 from ..engine.layer import tensors_in
-from ..engine.passes import ModelPass
+from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import (
@@ -73,6 +73,7 @@ class Tracker:
         self.replays = Replays(modules, engine.backend, lambda: engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
+        self._latest: Callable[[], ModelPass[GroupKey] | None] = lambda: None  # a weak reference to the latest pass
         explainers.add(self)
 
     @property
@@ -176,7 +177,7 @@ class Tracker:
             current = ModelPass(self._engine, order, conduct.roles_of, owned, partly=scoped)
             if conduct.begun is not None:
                 conduct.begun(current)
-            thread.current = current
+            thread.current, self._latest = current, ref(current)
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
@@ -292,12 +293,19 @@ class Tracker:
                 # The model may handle the exception.
                 thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
 
-    def explain(self, error: BaseException) -> None:
-        """Add a note to an out-of-memory error: what holds the memory, and what would help."""
-        if not self._stopped:
-            thread = self._thread
-            calls = [call.of for call in thread.calls]
-            explain(error, self._modules, self._engine, thread.current, calls, self.steering, idle=thread.idle)
+    def explain(self, error: BaseException, *, certain: bool = False) -> None:
+        """Add a note to an out-of-memory error: what holds the memory, and what would help.
+
+        `certain`: only if a backward of this model runs in this thread.
+        """
+        thread, done, inside = self._thread, self._latest(), pass_in_backward(self._engine)
+        mine = isinstance(inside, ModelPass) and done is not None and inside.model == done.model
+        if isinstance(inside, ModelPass) and mine:
+            done = inside
+        calls = [call.of for call in thread.calls]
+        if not self._stopped and (mine or calls or (done is not None and not certain)):
+            done = None if thread.idle else thread.current or done
+            explain(error, self._modules, self._engine.backend, done, calls, self.steering)
 
     def _leave(self) -> None:
         """Note that this thread is in no forward; may be repeated after an interrupt."""

@@ -11,7 +11,7 @@ from .._folding import fold_names
 from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, GroupReport, Holder, add_amounts, merge_held
+from .groups import WEIGHTS, Holder, add_amounts, merge_held
 from .report import Advice, Report
 
 __all__ = ["advise"]
@@ -21,7 +21,8 @@ LARGE = 0.1  # of the activations, or of those in the groups that are offloaded:
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 
-IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
+# Always kept; on another device, where they take no memory of this one; and what a note says of wasted copies.
+IN_ORDER = WEIGHTS | {Reason.DEVICE, Reason.SHARED}
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
@@ -100,7 +101,7 @@ def _stalled(report: Report) -> Iterator[Advice]:
     do = report.next_choice.rstrip(".") or "offload fewer groups"
     if not report.next_choice and _takes(report, "num_layers"):
         offloaded = Counter(group.kind for group in report.offloaded_groups)
-        number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
+        number = max(offloaded.values(), default=1) - 1
         do, change = f"{do}: pass num_layers={number}", {"num_layers": number}
     yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
 
@@ -109,22 +110,12 @@ def _stalled(report: Report) -> Iterator[Advice]:
 
 
 def _offloaded(report: Report) -> Iterator[Advice]:
-    totals, none = report.totals, f"None of {len(report.groups)} groups is offloaded"
+    totals = report.totals
     if not report.offloaded_groups:
-        change: dict[str, Any] = {}
-        if report.because and report.num_layers is None:
-            yield Advice(f"{report.because[0].upper()}{report.because[1:].rstrip('.')}.", totals.bytes_saved)
-            return
-        if _most_layers(report.groups) < 1:
-            do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
-        elif report.num_layers:
-            change = {"fraction": -(-100 // report.num_layers) / 100}
-        else:
-            whole = report.arguments is None or report.arguments.get("fraction") in (None, 1.0)
-            change = {"num_layers": 1} | ({} if whole else {"fraction": 1.0})
-        if change:
-            do = f"pass {' and '.join(f'{name}={value}' for name, value in change.items())} or more"
-        yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
+        because = f"none of {len(report.groups)} groups is offloaded: the last of each kind is always kept"
+        if report.because and report.times:
+            because = report.because
+        yield Advice(f"{because[0].upper()}{because[1:].rstrip('.')}.", totals.bytes_saved)
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
@@ -175,20 +166,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         return do, {"max_host_bytes": enough}
     if reason is Reason.KEPT and _given(report, "keep"):
         return "pass keep=[] to offload them", {"keep": []}
-    if reason is Reason.SHARED and _given(report, "num_layers"):  # otherwise other groups may be found, which save less
-        number = report.num_layers
-        if number is not None and number < _most_layers(report.groups):  # else a group that is always kept saves them
-            do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
-            return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
     return DOING.get(reason, ""), {}
-
-
-def _most_layers(groups: Sequence[GroupReport]) -> int:
-    """Return the largest num_layers that offloads more than the next smaller one."""
-    calls = Counter[str]()
-    for group in groups:
-        calls[group.kind] += group.calls
-    return max(calls.values(), default=1) - 1
 
 
 def _outside(report: Report) -> Iterator[Advice]:

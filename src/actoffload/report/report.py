@@ -48,9 +48,6 @@ class Report(Printable):
         Bytes of it by the name of the innermost module, with ``*`` for numbers, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
-    num_layers : int or None
-        Number of groups of a kind that are offloaded; an upper limit if a fraction was given; None if the plan does not
-        go by kinds.
     peak_resident_bytes : int or None
         Largest number of bytes of saved activations on the device since the statistics began; None if what kept groups
         save is not followed.
@@ -89,7 +86,6 @@ class Report(Printable):
     outside: Amounts | None = None
     outside_modules: Mapping[str, int] = field(default_factory=dict)
     passes: int = 0
-    num_layers: int | None = None
     peak_resident_bytes: int | None = 0
     host_bytes: int = 0
     host_bytes_high_water: int = 0
@@ -298,10 +294,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.next_choice:
         yield "next choice", report.next_choice
     if (peak := report.peak_resident_bytes) is not None:
-        highest = f"; the highest of {report.passes} passes" if report.passes > 1 else ""
         # Some of them may count already: those that were to be freed only behind the peak.
         held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
-        yield "at the peak", f"{size(peak)} on the device, of what can be offloaded{held}{highest}"
+        yield "at the peak", f"{size(peak)} on the device, of what can be offloaded{held}"
     if report.waiting_passes:
         yield "in flight", f"{report.waiting_passes} more, whose backward was still to come when this forward ended"
     if report.r is not None:
