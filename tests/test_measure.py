@@ -39,15 +39,18 @@ def test_meter_counts_storages_and_not_tensors() -> None:
         a.add_(1.0)
         before.mul_(2.0)
         b = before[:100]
-        seen = [meter.bytes_in_use]
+        meter.sample()
         c = a * 2
-        seen.append(meter.bytes_in_use)
+        meter.sample()
         del c
-        seen.append(meter.bytes_in_use)
+        meter.sample()
         del a, views
-        seen.append(meter.bytes_in_use)
+        meter.sample()
     assert meter.peak_bytes == 8 * MIB
-    assert seen == [4 * MIB, 8 * MIB, 4 * MIB, 0]
+    assert [nbytes for _, nbytes in meter.samples] == [4 * MIB, 8 * MIB, 4 * MIB, 0]
+    times = [seconds for seconds, _ in meter.samples]
+    assert times[0] == 0.0
+    assert times == sorted(times)
     assert b.numel() == 100
 
 
@@ -72,10 +75,12 @@ def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
         y = layer(x)
         del x
         y = y.square().mean()
-        assert meter.bytes_in_use >= 2 * MIB  # the inputs of linear and of square
+        meter.sample()
         y.backward()
         del y
-        assert meter.bytes_in_use == 0
+        meter.sample()
+    assert meter.samples[0][1] >= 2 * MIB  # the inputs of linear and of square
+    assert meter.samples[1][1] == 0
     assert meter.peak_bytes >= 3 * MIB
 
 

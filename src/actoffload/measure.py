@@ -94,23 +94,30 @@ class MemoryMeter:
     ----------
     peak_bytes : int
         Largest number of bytes in use; set at the end of the block.
+    samples : list of (float, int)
+        For each call of `sample`, seconds of the current stream since the first one, and bytes in use; set at the end
+        of the block.
 
     Examples
     --------
     >>> from actoffload.measure import MemoryMeter
     >>> with MemoryMeter() as meter:
     ...     a = torch.zeros(2**18)
+    ...     meter.sample()
     >>> meter.peak_bytes >= 2**20
     True
     """
 
     def __init__(self) -> None:
-        self._storages = None if torch.accelerator.is_available() else CreatedStorages()
+        self._device = torch.accelerator.current_accelerator(check_available=True)
+        self._storages = CreatedStorages()
         self._earlier = 0  # peak of a meter around this one
+        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
         self.peak_bytes = 0
+        self.samples: list[tuple[float, int]] = []
 
     def __enter__(self) -> MemoryMeter:
-        if self._storages is not None:
+        if self._device is None:
             self._storages.__enter__()
         else:
             torch.accelerator.synchronize()
@@ -119,18 +126,37 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._storages is not None:
+        if self._device is None:
             self._storages.__exit__()
             self.peak_bytes = self._storages.peak
         else:
             torch.accelerator.synchronize()
             self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
             Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
+        for mark, nbytes in self._marks:
+            first = self._marks[0][0]
+            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
+            self.samples.append((float(seconds), nbytes))
+        self._marks.clear()
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes in use now."""
-        return torch.accelerator.memory_allocated() if self._storages is None else self._storages.now
+        return self._storages.now if self._device is None else torch.accelerator.memory_allocated()
+
+    def sample(self, *_: Any) -> None:
+        """Note the bytes in use now; arguments are ignored, so that it can be a hook.
+
+        A `RuntimeError` while a CUDA graph is captured: nothing runs then, so there is no time.  `trace_memory` works.
+        """
+        if self._device is None:
+            self._marks.append((time.perf_counter(), self.bytes_in_use))
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("No time can be measured while a CUDA graph is captured; use trace_memory instead.")
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._marks.append((event, self.bytes_in_use))
 
 
 def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
