@@ -24,8 +24,8 @@ from .context import OffloadContext
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
-from .report.plots import ByteUnit, plot_measurements
-from .report.tables import Printable, Table
+from .report.plots import plot_measurements
+from .report.tables import ByteUnit, Printable, Table
 from .schedule.costs import Link, measured_costs
 from .schedule.timeline import milliseconds, percent
 

@@ -168,19 +168,6 @@ def test_closures():
     assert find_holders(of_closure) == (f"closure variable `seen` of inner ({FILE}:{line})",)
 
 
-def test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner():
-    hidden = make()
-
-    def inner():
-        return find_holders(address(hidden))
-
-    lines = inner()
-    assert [line.partition(" (")[0] for line in lines] == [
-        "closure variable `hidden` of inner",
-        "local variable `hidden` of test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner",
-    ]
-
-
 def test_a_traceback_that_was_kept():
     def fail():
         big = make()

@@ -19,13 +19,13 @@ from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
 from actoffload.report.plots import (  # noqa: E402
-    ByteUnit,
     plot_measurements,
     plot_memory,
     plot_step,
     plot_timeline,
     resident_points,
 )
+from actoffload.report.tables import ByteUnit  # noqa: E402
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20

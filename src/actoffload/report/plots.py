@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planner import GroupPlan
 from ..schedule.timeline import Kind, Span, Timeline, mebibytes, milliseconds
-from .tables import Printable, Table
+from .tables import ByteUnit, Printable, Table
 
 __all__ = ["Frontier", "plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
@@ -37,25 +37,6 @@ LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 )
 HEIGHT = 0.72  # of a box, where lanes are 1 apart
 LABEL_SIZE = 8.0  # points
-
-
-@dataclass(frozen=True, slots=True)
-class ByteUnit:
-    """Unit of all numbers of bytes in one figure or table, and how many decimals they have."""
-
-    nbytes: int
-    name: str
-    digits: int
-
-    @classmethod
-    def of(cls, largest: float) -> ByteUnit:
-        """Return the unit for numbers up to `largest` bytes: GiB, MiB or KiB from one of it on."""
-        units = (cls(2**30, "GiB", 2), cls(2**20, "MiB", 1), cls(2**10, "KiB", 1))
-        return next((unit for unit in units if largest >= unit.nbytes), cls(1, "bytes", 0))
-
-    def text(self, nbytes: float) -> str:
-        """Return a number of bytes in this unit."""
-        return f"{nbytes / self.nbytes:.{self.digits}f} {self.name}"
 
 
 def _pyplot() -> Any:
