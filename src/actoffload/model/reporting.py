@@ -39,7 +39,7 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
 
 def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPlan, state: str) -> str:
     """Return which groups were chosen and which of them are offloaded; `state` is "paused", "removed" or empty."""
-    groups = [of for of in modules if of.group >= 0]
+    groups = [module for module in modules if module.group >= 0]
     names, kinds = group_names(groups, plans.order), plans.kinds(plans.order)
     shown = f" ({state})" if state else ""
     lines = [f"offload of {modules[0].name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
@@ -52,8 +52,8 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPl
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
     if plan.recomputed:
         lines.append(f"  {len(plan.recomputed)} of {len(names)} groups are recomputed")
-    if any(of.role is KEPT for of in modules):
-        lines.append(f"  keep: {fold_names([of.name for of in modules if of.role is KEPT], most=6)}")
+    if excluded := [module.name for module in modules if module.role is KEPT]:
+        lines.append(f"  keep: {fold_names(excluded, most=6)}")
     if plan.because:
         lines.append(f"  {plan.because}")
     return "\n".join(lines)

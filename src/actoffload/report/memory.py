@@ -96,7 +96,7 @@ def _states(weights: set[int]) -> Iterator[torch.Tensor]:
     """Yield the states of all optimizers of these weights."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.optim.Optimizer):
-            for weight, state in found.state.items():
+            for weight, state in getattr(found, "state", {}).items():
                 if id(weight) in weights:
                     yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
