@@ -312,6 +312,8 @@ def test_advice_when_much_is_kept():
     assert "pass keep=[]" in said(report)
     _, report = reported(Transformer(6), keep=[Mlp, Attention])
     assert "pass keep=[]" in said(report)
+    _, report = reported(Transformer(6), keep=[Mlp, Attention], layers="*.norm1")
+    assert 'pass keep=[] and layers=["*.norm1", Mlp, Attention]' in said(report)
 
 
 def test_advice_when_nothing_is_offloaded():

@@ -22,7 +22,7 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import FollowedModule, Steering, group_name, split_group_name
+from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
@@ -289,6 +289,7 @@ class OffloadHandle:
             samples=replays.alarm.samples,
             refused=replays.refused(),
             arguments=arguments,
+            kept_modules=tuple(module.name for module in self._modules if module.role is KEPT),
             times=times,
             **self._tracker.steering.facts(),
         )

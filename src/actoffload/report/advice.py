@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .._folding import fold_names
 from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Holder, add_amounts, merge_held
+from .groups import WEIGHTS, GroupReport, Holder, add_amounts, merge_held
 from .report import Advice, Report
 
 __all__ = ["advise"]
@@ -64,6 +64,13 @@ def _takes(report: Report, argument: str) -> bool:
 def _given(report: Report, argument: str) -> bool:
     """Return whether an argument may have been given: what is not known may."""
     return report.arguments is None or report.arguments.get(argument) not in (None, (), [])
+
+
+def _literal(value: Any) -> str:
+    """Return an argument as it is written in a program."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
 
 
 # What takes time
@@ -164,9 +171,26 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         if report.arguments is None:
             do += "; if no limit is set, the host has no more pinned memory"
         return do, {"max_host_bytes": enough}
-    if reason is Reason.KEPT and _given(report, "keep"):
-        return "pass keep=[] to offload them", {"keep": []}
+    if reason is Reason.KEPT:
+        return _to_keep_less(report)
     return DOING.get(reason, ""), {}
+
+
+def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
+    def lie_in(groups: Iterable[GroupReport]) -> list[bool]:
+        names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
+        return [name.startswith(names) for name in report.kept_modules]
+
+    arguments = report.arguments or {}
+    if not _given(report, "keep"):
+        return "", {}  # they are kept in any case
+    if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
+        return "pass keep=[] to offload them", {"keep": []}
+    if all(lie_in(report.groups)):
+        return "", {}  # these groups are kept
+    given = arguments.get("layers")
+    layers = [*((...,) if given is None else given), *arguments.get("keep", ())]
+    return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
 
 
 def _outside(report: Report) -> Iterator[Advice]:

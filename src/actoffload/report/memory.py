@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from .._folding import fold, fold_names, numberless
+from .._torch.tensors import address
 from ..device.base import Backend
 from ..engine.subclasses import plain_parts
 from ..planner import GroupPlan
@@ -89,7 +90,7 @@ def _parts(memory: Memory) -> Iterator[tuple[str, int]]:
 def _nbytes(backend: Backend, tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors on the device, those of local shards where they are sharded."""
     parts = [part for tensor in tensors for part in plain_parts(tensor) if part.device.type == backend.type]
-    return sum({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}.values())
+    return sum({address(part.untyped_storage()): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def _states(weights: set[int]) -> Iterator[torch.Tensor]:

@@ -74,6 +74,8 @@ class Report(Printable):
         in later ones, without a difference.
     arguments : mapping of str to object, or None
         The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
+    kept_modules : tuple of str
+        Names of the modules in ``keep``.
     record : str
         The call that records a step.
     times : bool
@@ -103,6 +105,7 @@ class Report(Printable):
     proven_bytes: int = 0
     samples: int = 0
     arguments: Mapping[str, Any] | None = None
+    kept_modules: tuple[str, ...] = ()
     record: str = "handle.recording()"
     times: bool = True
     advice: tuple[str, ...] = ()
