@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
 
@@ -31,59 +32,53 @@ def fold_names(names: Sequence[str], most: int = 3) -> str:
     >>> fold_names(["layers.2", "layers.4", "layers.6", "layers.8", "layers.10"])
     'layers.2, 4, 6 and 2 more'
     """
-    parts = [part for family in _families(names) for part in family.parts()]
+    families: list[_Family] = []
+    for name, same in groupby(names):
+        times, tokens = sum(1 for _ in same), tuple(re.split(r"(\d+)", name))
+        if not families or not families[-1].take(tokens, times):
+            families.append(_Family(tokens, times))
+    parts = [part for family in families for part in family.parts()]
     most += len(parts) == most + 1 and parts[-1][1] == 1  # "and 1 more" is no shorter than a name
     more = sum(number for _, number in parts[most:])
     return ", ".join(text for text, _ in parts[:most]) + (f" and {more} more" if more else "")
 
 
+@dataclass
 class _Family:
-    """Names in a row that differ in one number, or one name and how often it comes."""
+    """Names in a row, as texts and numbers in turn, that differ in one number; or one name and how often it comes."""
 
-    def __init__(self, name: str, times: int) -> None:
-        self._first, self._times = re.split(r"(\d+)", name), times
-        self._place = 0  # of the number in which the names differ
-        self._numbers: list[str] = []
+    first: tuple[str, ...]
+    times: int
+    place: int = 0  # of the number in which they differ
+    numbers: list[str] = field(default_factory=list)  # of all but the first
 
-    def take(self, name: str, times: int) -> bool:
+    def take(self, tokens: tuple[str, ...], times: int) -> bool:
         """Return whether another name belongs to these, and add it if so."""
-        other = re.split(r"(\d+)", name)
-        if times > 1 or self._times > 1 or len(other) != len(self._first):
+        differ = [k for k, pair in enumerate(zip(self.first, tokens, strict=False)) if pair[0] != pair[1]]
+        single = times == self.times == 1 and len(tokens) == len(self.first) and len(differ) == 1
+        if not single or differ[0] % 2 == 0 or self.place not in (0, differ[0]):
             return False
-        differ = [k for k, (a, b) in enumerate(zip(self._first, other, strict=True)) if a != b]
-        if len(differ) != 1 or differ[0] % 2 == 0 or self._place not in (0, differ[0]):
-            return False
-        self._place = differ[0]
-        self._numbers.append(other[self._place])
+        self.place = differ[0]
+        self.numbers.append(tokens[self.place])
         return True
 
     def parts(self) -> list[tuple[str, int]]:
         """Return single names and ranges as texts, each with the number of names that it stands for."""
-        if not self._place:
-            name = "".join(self._first)
-            return [(f"{name} ({self._times} times)" if self._times > 1 else name, self._times)]
-        before, after = "".join(self._first[: self._place]), "".join(self._first[self._place + 1 :])
+        if not self.place:
+            return [("".join(self.first) + (f" ({self.times} times)" if self.times > 1 else ""), self.times)]
+        before, after = "".join(self.first[: self.place]), "".join(self.first[self.place + 1 :])
         common, dot, word = before.rpartition(".")
         runs: list[list[str]] = []
-        for number in (self._first[self._place], *self._numbers):
+        for number in (self.first[self.place], *self.numbers):
             if runs and int(number) == int(runs[-1][-1]) + 1:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        found = []
+        found: list[tuple[str, int]] = []
         for run in runs:
-            shown = [(f"{run[0]} ... {run[-1]}", len(run))] if len(run) > 2 else [(number, 1) for number in run]
-            found += [(f"{word}{text}{after}", number) for text, number in shown]
-        return [(common + dot + found[0][0], found[0][1]), *found[1:]]
-
-
-def _families(names: Iterable[str]) -> list[_Family]:
-    found: list[_Family] = []
-    for name, same in groupby(names):
-        times = sum(1 for _ in same)
-        if not found or not found[-1].take(name, times):
-            found.append(_Family(name, times))
-    return found
+            found += [(f"{run[0]} ... {run[-1]}", len(run))] if len(run) > 2 else [(number, 1) for number in run]
+        starts = [common + dot, *[""] * (len(found) - 1)]
+        return [(f"{start}{word}{text}{after}", number) for start, (text, number) in zip(starts, found, strict=True)]
 
 
 def numberless(name: str) -> str:

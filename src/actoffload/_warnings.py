@@ -1,4 +1,4 @@
-"""Warnings that name a line of the program that uses the package.
+"""Warnings that name a line of the program that uses the package, and notes on errors.
 
 A warning is shown with the line that caused it, and Python shows each only once for a line.  The caller of a hook is
 PyTorch, or the package itself, so a fixed number of frames to skip would name the wrong line.
@@ -10,10 +10,12 @@ import contextlib
 import os
 import sys
 import warnings
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
-__all__ = ["warn"]
+__all__ = ["explain", "explainers", "warn"]
 
 _SKIPPED = tuple(
     [os.path.dirname(path) + os.sep for path in (__file__, torch.__file__)] + [contextlib.__file__]  # noqa: PTH120
@@ -44,3 +46,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+explainers = WeakSet[Any]()
+"""What adds a note to an out-of-memory error, by its method ``explain``."""
+
+
+def explain(error: torch.OutOfMemoryError) -> None:
+    """Add a note to an error that is raised in backward, where no model is known."""
+    for certain in (True, False):  # first the model whose backward runs in this thread
+        for explainer in list(explainers):
+            explainer.explain(error, certain=certain)

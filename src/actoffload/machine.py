@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -41,9 +39,6 @@ class Machine(Printable):
         Floating-point operations per second of large bfloat16 matrix products.
     pin_seconds : float or None
         Seconds to allocate 1 GiB of pinned memory, which is done once and not in each step.
-    products_beside, additions_beside : float or None
-        Time of matrix products, and of additions of large tensors, beside copies in both directions, over their time
-        alone.  Copies share the memory bandwidth and the power of the device with compute.
     """
 
     device: DeviceInfo
@@ -52,8 +47,6 @@ class Machine(Printable):
     link: Link | None = None
     flops: float | None = None
     pin_seconds: float | None = None
-    products_beside: float | None = None
-    additions_beside: float | None = None
 
     @property
     def flops_per_byte(self) -> float | None:
@@ -69,8 +62,6 @@ class Machine(Printable):
             ("host to device", _rate(h2d)),
             ("both at once, in sum", _rate(both)),
             ("bfloat16 matrix products", "" if self.flops is None else f"{self.flops / 1e12:.0f} TFLOP/s"),
-            ("matrix products beside copies", _longer(self.products_beside)),
-            ("additions beside copies", _longer(self.additions_beside)),
             ("1 GiB of pinned memory", "" if self.pin_seconds is None else f"{self.pin_seconds:.2f} s to allocate"),
             ("host memory", f"{_gib(self.host.total)}, {_gib(self.host.available)} available"),
             ("locked memory (ulimit -l)", "no limit" if self.host.memlock is None else _gib(self.host.memlock)),
@@ -86,8 +77,8 @@ class Machine(Printable):
             )
         return (
             f"All layers can be offloaded at no cost if each computes {self.flops_per_byte:,.0f} FLOP in forward for "
-            "each byte that it saves. With half of that, half of the layers can be. What compute takes longer beside "
-            "copies comes on top."
+            "each byte that it saves. With half of that, half of the layers can be. Compute that shares its memory "
+            "bandwidth with copies takes some percent longer."
         )
 
 
@@ -107,85 +98,48 @@ def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
     >>> measure_machine().host.total > 0
     True
     """
-    machine = Machine(describe_device(), host_memory())
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device, host = torch.accelerator.current_accelerator(check_available=True), host_memory()
     if device is None:
-        return machine
-    total = torch.get_device_module().mem_get_info()[1]
+        return Machine(describe_device(), host)
     begun = time.perf_counter()
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     pin_seconds = time.perf_counter() - begun
     del pinned
-    link = measure_link(nbytes)
-    copies = _Copies(device, nbytes)
-    both = 2 * nbytes / copies.seconds()
-    a = torch.randn(width, width, dtype=torch.bfloat16, device=device)
-    b = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    product, addition = (lambda: a @ a), (lambda: b.add_(1))
-    seconds = median(measure_step_times({"product": product}, steps=10)["product"])
-    return replace(
-        machine,
-        device_bytes=total,
+    link, both = measure_link(nbytes), _measure_both(device, nbytes)
+    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    seconds = median(measure_step_times({"product": lambda: matrix @ matrix}, steps=10)["product"])
+    return Machine(
+        describe_device(),
+        host,
+        device_bytes=torch.get_device_module().mem_get_info()[1],
         # The sum of both cannot be more than each direction alone allows; a little more is noise.
         link=replace(link, both=min(both, link.d2h + link.h2d)),
         flops=2 * width**3 / seconds,
         pin_seconds=pin_seconds,
-        products_beside=copies.slow_down(product),
-        additions_beside=copies.slow_down(addition),
     )
 
 
-class _Copies:
-    """Copies of `nbytes` in both directions at once, each on a stream of its own."""
+def _measure_both(device: torch.device, nbytes: int) -> float:
+    """Return the bytes per second of copies in both directions at once, each on a stream of its own."""
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pairs = (on_host[0], on_device[0]), (on_device[1], on_host[1])  # to, from
+    streams = torch.Stream(device), torch.Stream(device)
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._pairs = (on_host[0], on_device[0]), (on_device[1], on_host[1])  # to, from
-        self._streams = torch.Stream(device), torch.Stream(device)
-
-    def _queue(self, count: int = 1) -> None:
+    def copy() -> None:
         current = torch.accelerator.current_stream()
-        for stream, (target, source) in zip(self._streams, self._pairs, strict=True):
+        for stream, (target, source) in zip(streams, pairs, strict=True):
             stream.wait_stream(current)
             with stream:
-                for _ in range(count):
-                    target.copy_(source, non_blocking=True)
-
-    def _copy(self) -> None:
-        self._queue()
-        for stream in self._streams:
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
             torch.accelerator.current_stream().wait_stream(stream)
 
-    def seconds(self) -> float:
-        """Return the seconds of one copy in each direction, both at once."""
-        arms: dict[str, Callable[[], object]] = {"both": self._copy}
-        return median(measure_step_times(arms)["both"])
-
-    def slow_down(self, compute: Callable[[], object]) -> float:
-        """Return the time of some compute beside copies that run twice as long, over its time alone."""
-        alone, copy = median(measure_step_times({"once": compute}, steps=10)["once"]), self.seconds()
-        calls = max(1, math.floor(0.5 * copy / alone))
-        copies = math.ceil(2 * calls * alone / copy)
-
-        def several() -> None:
-            for _ in range(calls):
-                compute()
-
-        def beside() -> None:
-            self._queue(copies)
-            several()
-
-        times = measure_step_times({"alone": several, "beside": beside}, repeats=15)
-        return median(times["beside"]) / median(times["alone"])
+    return 2 * nbytes / median(measure_step_times({"both": copy})["both"])
 
 
 def _gib(nbytes: int | None) -> str:
     return "" if nbytes is None else f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**10:.0f} KiB"
-
-
-def _longer(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.3f} x as long"
 
 
 def _rate(bytes_per_second: float | None) -> str:

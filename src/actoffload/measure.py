@@ -6,34 +6,33 @@ Wall-clock times of the reference device say nothing about a GPU, so tables and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from ._arguments import check_whole
-from ._meters import (
-    DeviceInfo,
-    MemoryMeter,
-    check_steps,
-    describe_device,
-    measure_link,
-    measure_peak,
-    measure_step_times,
-    trace_memory,
-)
 from .context import OffloadContext
+from .device.accelerator import Accelerator
+from .device.reference import CreatedStorages
 from .model import OffloadHandle
-from .report.plots import ByteUnit, plot_measurements
-from .report.tables import Printable, Table
-from .schedule.costs import measured_costs
+from .report.plots import plot_measurements
+from .report.tables import ByteUnit, Printable, Table
+from .schedule.costs import Link, measured_costs
 from .schedule.timeline import milliseconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Comparison",
     "DeviceInfo",
     "Measurement",
     "Measurements",
@@ -48,98 +47,252 @@ __all__ = [
     "trace_memory",
 ]
 
+# The device, its memory and its link
 
-@dataclass(frozen=True)
-class Comparison(Printable):
-    """A step without and with offloading; ``print`` gives a table.
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The device and the versions of a measurement.
 
     Parameters
     ----------
-    device : DeviceInfo
-        Device of the measurement.
-    peak_without, peak_with, bytes_offloaded : int
-        Peaks of device memory in bytes; bytes that one step offloads.
-    seconds_without, seconds_with : float
-        Median step times.
+    name, driver, torch, python : str
+        Name of the accelerator, or ``"reference device (CPU)"``, and versions; no driver has an empty one.
+    reference : bool
+        True without an accelerator: bytes are exact then, times say nothing about a GPU.
     """
 
-    device: DeviceInfo
-    peak_without: int
-    peak_with: int
-    bytes_offloaded: int
-    seconds_without: float
-    seconds_with: float
+    name: str
+    reference: bool
+    driver: str
+    torch: str = torch.__version__
+    python: str = platform.python_version()
 
-    @property
-    def drop(self) -> int:
-        """Bytes by which the peak is lower."""
-        return self.peak_without - self.peak_with
-
-    @property
-    def ratio(self) -> float:
-        """R: drop of the peak over `bytes_offloaded`; 1.0 if all of them are freed at the peak."""
-        return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
-
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        unit = ByteUnit.of(max(self.peak_without, self.peak_with, self.bytes_offloaded))
-        rows = [("peak memory", *map(unit.text, (self.peak_without, self.peak_with, -self.drop)))]
-        if not self.device.reference:
-            slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
-            rows.append(("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower))
-        rows.append(("bytes offloaded", "", unit.text(self.bytes_offloaded), ""))
-        rows.append(("R = drop / offloaded", "", percent(self.ratio, 2), ""))
-        note = f"measured on {self.device}"
-        return [Table(("", "without", "with offload", "difference"), tuple(rows), left=1, note=note)], ()
+    def __str__(self) -> str:
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.name}{driver}, torch {self.torch}, Python {self.python}"
 
 
-def compare_steps(
-    without: Callable[[], object],
-    offloaded: Callable[[], object],
-    offloading: OffloadContext | OffloadHandle,
-    *,
-    repeats: int = 7,
-    steps: int = 3,
-) -> Comparison:
-    """Measure a step without and with offloading, side by side; `repeats` and `steps` are as in `measure_step_times`.
+def describe_device() -> DeviceInfo:
+    """Return the current accelerator and the versions of driver, torch and Python."""
+    if not torch.accelerator.is_available():
+        return DeviceInfo("reference device (CPU)", True, "")
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        driver = ""
+    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver.strip() or "unknown")
 
-    Parameters
+
+class MemoryMeter:
+    """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
+
+    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
+
+    Attributes
     ----------
-    without, offloaded : callable
-        The step without offloading and the step with it, called without arguments.
-    offloading : OffloadContext or OffloadHandle
-        What offloads in `offloaded`; its statistics are reset.
+    peak_bytes : int
+        Largest number of bytes in use; set at the end of the block.
+    samples : list of (float, int)
+        For each call of `sample`, seconds of the current stream since the first one, and bytes in use; set at the end
+        of the block.
 
     Examples
     --------
-    >>> from actoffload.measure import compare_steps
-    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
-    >>> x = torch.randn(1024, 512)
-    >>> def step():
-    ...     model(x * 1.0).square().mean().backward()
-    >>> def without():
-    ...     with handle.paused():
-    ...         step()
-    >>> handle = actoffload.offload(model)
-    >>> compare_steps(without, step, handle, repeats=1).drop / 2**20
-    8.0
+    >>> from actoffload.measure import MemoryMeter
+    >>> with MemoryMeter() as meter:
+    ...     a = torch.zeros(2**18)
+    ...     meter.sample()
+    >>> meter.peak_bytes >= 2**20
+    True
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.accelerator.current_accelerator(check_available=True)
+        self._storages = CreatedStorages()
+        self._earlier = 0  # peak of a meter around this one
+        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
+        self.peak_bytes = 0
+        self.samples: list[tuple[float, int]] = []
+
+    def __enter__(self) -> MemoryMeter:
+        if self._device is None:
+            self._storages.__enter__()
+        else:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            self._earlier, Accelerator.peak_before_resets = Accelerator.peak_before_resets, 0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device is None:
+            self._storages.__exit__()
+            self.peak_bytes = self._storages.peak
+        else:
+            torch.accelerator.synchronize()
+            self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
+            Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
+        for mark, nbytes in self._marks:
+            first = self._marks[0][0]
+            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
+            self.samples.append((float(seconds), nbytes))
+        self._marks.clear()
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes in use now."""
+        return self._storages.now if self._device is None else torch.accelerator.memory_allocated()
+
+    def sample(self, *_: Any) -> None:
+        """Note the bytes in use now; arguments are ignored, so that it can be a hook.
+
+        A `RuntimeError` while a CUDA graph is captured: nothing runs then, so there is no time.  `trace_memory` works.
+        """
+        if self._device is None:
+            self._marks.append((time.perf_counter(), self.bytes_in_use))
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("No time can be measured while a CUDA graph is captured; use trace_memory instead.")
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._marks.append((event, self.bytes_in_use))
+
+
+def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
+    """Return the peak of device memory in bytes while a function runs, usually one training step.
+
+    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
+    """
+    check_whole(warmup=warmup, least=0)
+    _repeat(function, warmup)
+    with MemoryMeter() as meter:
+        function()
+    return meter.peak_bytes
+
+
+def trace_memory(function: Callable[[], object], modules: Iterable[nn.Module]) -> list[int]:
+    """Return the device memory in use at the borders of modules while a function runs, usually one training step.
+
+    Parameters
+    ----------
+    function : callable
+        Called once, without arguments.
+    modules : iterable of Module
+        Modules that it calls, such as the layers of a model; their first output requires a gradient.
+
+    Returns
+    -------
+    list of int
+        Bytes before the function runs, after the forward of each module, before the backward of each module, and after
+        the function has run.
+
+    Examples
+    --------
+    >>> from actoffload.measure import trace_memory
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(2)])
+    >>> x = torch.randn(1024, 256)
+    >>> [round(nbytes / 2**20) for nbytes in trace_memory(lambda: model(x).sum().backward(), model)][:3]
+    [0, 1, 2]
+    """
+    found: list[int] = []
+
+    def look(*_: Any) -> None:
+        found.append(meter.bytes_in_use)
+
+    def border(module: nn.Module, args: Any, output: Any) -> None:
+        look()
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.requires_grad:
+            first.register_hook(look)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(border).remove)
+        meter = stack.enter_context(MemoryMeter())
+        look()
+        function()
+        look()
+    return found
+
+
+def measure_step_times(
+    arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time several functions side by side: return the seconds of one call by name, for each repeat.
+
+    The order is random, so that drifting clocks affect all functions alike.  Each measurement follows an untimed call
+    of the same function.  Seconds are times between events on the current stream.
+
+    Parameters
+    ----------
+    arms : mapping of str to callable
+        Functions by name, called without arguments.
+    repeats, steps, warmup : int
+        Measurements of each function, calls in one of them without a pause between, and calls before the first one.
     """
     check_whole(repeats=repeats, steps=steps, least=1)
-    # Every step runs before any is measured: libraries allocate a workspace for each stream and keep it.
-    without()
-    offloaded()
-    peaks = []
-    for function in (without, offloaded):
+    check_whole(warmup=warmup, least=0)
+    check_steps(arms=arms)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for function in arms.values():
+        _repeat(function, warmup)
+    order, names = random.Random(0), list(arms)
+    for _ in range(repeats):
+        order.shuffle(names)
+        for name in names:
+            arms[name]()
+            seconds[name].append(_time(arms[name], steps))
+    return seconds
+
+
+def check_steps(**arguments: object) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is no mapping of names to functions."""
+    for name, value in arguments.items():
+        if not isinstance(value, Mapping) or not all(map(callable, value.values())):
+            raise TypeError(f"{name} is {value!r}; expected a mapping of names to functions without arguments.")
+        if not value:
+            raise ValueError(f"{name} is empty; expected at least one function by name.")
+
+
+def _repeat(function: Callable[[], object], times: int) -> None:
+    for _ in range(times):
         function()
-        function()
-        offloading.reset_statistics()
-        peaks.append(measure_peak(function, warmup=0))
-    copied, device = offloading.statistics().bytes_offloaded, describe_device()
-    arms = {"without": without, "offloaded": offloaded}
-    if device.reference:  # its times are not shown
-        repeats = steps = 1
-    times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=0 if device.reference else 1)
-    seconds = [median(of_arm) for of_arm in times.values()]
-    return Comparison(device, peaks[0], peaks[1], copied, seconds[0], seconds[1])
+
+
+def _time(function: Callable[[], object], steps: int) -> float:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        begun = time.perf_counter()
+        _repeat(function, steps)
+        return (time.perf_counter() - begun) / steps  # [guard: time of one step]
+    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.accelerator.synchronize()
+    start.record()
+    _repeat(function, steps)
+    end.record()
+    torch.accelerator.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3 / steps
+
+
+def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
+    """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
+
+    On the reference device it is that of a copy within host memory.
+    """
+    check_whole(nbytes=nbytes, repeats=repeats, least=1)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    arms: dict[str, Callable[[], object]] = {
+        "d2h": lambda: on_host.copy_(on_device, non_blocking=True),
+        "h2d": lambda: on_device.copy_(on_host, non_blocking=True),
+    }
+    times = measure_step_times(arms, repeats=repeats)
+    return Link(d2h=nbytes / median(times["d2h"]), h2d=nbytes / median(times["h2d"]))
+
+
+# Steps
 
 
 @dataclass(frozen=True)
@@ -168,10 +321,24 @@ class Measurements(Printable):
         Device of the measurement.
     steps : mapping of str to Measurement
         Steps by name; the first one is what the others are compared with.
+    bytes_offloaded : int or None
+        Bytes that the last of them offloads; None if that was not counted.
     """
 
     device: DeviceInfo
     steps: Mapping[str, Measurement]
+    bytes_offloaded: int | None = None
+
+    @property
+    def drop(self) -> int:
+        """Bytes by which the peak of the last step is lower than that of the first one."""
+        peaks = [step.peak_bytes for step in self.steps.values()]
+        return peaks[0] - peaks[-1]
+
+    @property
+    def ratio(self) -> float:
+        """R: `drop` over `bytes_offloaded`; 1.0 if all of them are freed at the peak."""
+        return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
 
     def __or__(self, other: Measurements) -> Measurements:
         return Measurements(self.device, {**self.steps, **other.steps})
@@ -180,26 +347,23 @@ class Measurements(Printable):
         return self.steps[name]
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        first = next(iter(self.steps.values()))
-        unit = ByteUnit.of(max(of.peak_bytes for of in self.steps.values()))
-        header: tuple[str, ...] = ("", "peak memory", "drop")
-        rows = [
-            (name, unit.text(of.peak_bytes), unit.text(first.peak_bytes - of.peak_bytes))
-            for name, of in self.steps.items()
-        ]
-        if self.device.reference:
-            return [Table(header, tuple(rows), left=1, note=f"measured on {self.device}")], ()
-        header += ("step time", f"x {next(iter(self.steps))}")
-        timed = tuple(
-            (*row, milliseconds(of.seconds), f"{of.seconds / first.seconds:.3f}")
-            for row, of in zip(rows, self.steps.values(), strict=True)
-        )
-        return [Table(header, timed, left=1, note=f"measured on {self.device}")], ()
+        first, timed = next(iter(self.steps)), not self.device.reference
+        unit = ByteUnit.of(max(step.peak_bytes for step in self.steps.values()))
+        header = "", "peak memory", "drop", *(("step time", f"x {first}") if timed else ())
+        rows = []
+        for name, step in self.steps.items():
+            drop = unit.text(self.steps[first].peak_bytes - step.peak_bytes)
+            times = milliseconds(step.seconds), f"{step.seconds / (self.steps[first].seconds or 1.0):.3f}"
+            rows.append((name, unit.text(step.peak_bytes), drop, *(times if timed else ())))
+        note = f"measured on {self.device}"
+        if self.bytes_offloaded is not None:
+            note = f"R = drop / {unit.text(self.bytes_offloaded)} offloaded = {percent(self.ratio, 2)}\n{note}"
+        return [Table(header, tuple(rows), left=1, note=note)], ()
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the peaks as bars, each with its time as a ratio to the first one, except on the reference device."""
-        times = {} if self.device.reference else {name: of.seconds for name, of in self.steps.items()}
-        return plot_measurements({name: of.peak_bytes for name, of in self.steps.items()}, times, ax)
+        times = {} if self.device.reference else {name: step.seconds for name, step in self.steps.items()}
+        return plot_measurements({name: step.peak_bytes for name, step in self.steps.items()}, times, ax)
 
 
 def measure_steps(
@@ -229,9 +393,49 @@ def measure_steps(
     check_steps(steps=steps)
     device = describe_device()
     for step in steps.values():
-        step()  # before any peak is measured, because libraries keep workspaces
+        step()  # before any peak is measured, because libraries allocate a workspace for each stream and keep it
     peaks = {name: measure_peak(step, warmup=warmup) for name, step in steps.items()}
     times = {name: [0.0] for name in steps}
     if not device.reference:
         times = measure_step_times(steps, repeats=repeats, steps=calls, warmup=0)
     return Measurements(device, {name: Measurement(peaks[name], median(times[name])) for name in steps})
+
+
+def compare_steps(
+    without: Callable[[], object],
+    offloaded: Callable[[], object],
+    offloading: OffloadContext | OffloadHandle,
+    *,
+    repeats: int = 7,
+    steps: int = 3,
+) -> Measurements:
+    """Measure a step without and with offloading, side by side, and whether all that is offloaded is freed.
+
+    Parameters
+    ----------
+    without, offloaded : callable
+        The step without offloading and the step with it, called without arguments.
+    offloading : OffloadContext or OffloadHandle
+        What offloads in `offloaded`; its statistics are reset.
+    repeats, steps : int
+        Measurements of the time of each, and calls in one of them.
+
+    Examples
+    --------
+    >>> from actoffload.measure import compare_steps
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> x = torch.randn(1024, 512)
+    >>> def step():
+    ...     model(x * 1.0).square().mean().backward()
+    >>> def without():
+    ...     with handle.paused():
+    ...         step()
+    >>> handle = actoffload.offload(model)
+    >>> compare_steps(without, step, handle, repeats=1).drop / 2**20
+    8.0
+    """
+    check_whole(repeats=repeats, steps=steps, least=1)
+    found = measure_steps({"without": without, "with offload": offloaded}, repeats=repeats, calls=steps)
+    offloading.reset_statistics()
+    offloaded()
+    return replace(found, bytes_offloaded=offloading.statistics().bytes_offloaded)

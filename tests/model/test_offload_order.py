@@ -249,7 +249,6 @@ def test_the_first_pass_counts_calls_in_a_row():
     for _ in range(3):
         model(data()).sum().backward()
         report = handle.report()
-        assert report.order == "", "it never changed"
         assert [(group.name, group.calls) for group in report.groups] == [("wave", 4), ("cell", 3)]
         assert handle.groups == ("wave",) * 4 + ("cell",) * 3
 

@@ -69,7 +69,7 @@ TESTS: dict[str, list[str]] = {
         "tests/engine/test_weights_stay.py",
         *STREAMS,
     ],
-    "_meters.py": ["tests/test_measure.py"],
+    "measure.py": ["tests/test_measure.py"],
     "_torch/": ["tests/engine/test_compound_kept.py", "tests/test_torch_names.py"],
     "model/": ["tests/model/test_follow.py", "tests/model/test_tuning_lifetime.py"],
     "model/follow.py": [

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
+from torch import nn
+
 from actoffload.report import GroupReport, Holder, Reason, Report
+from actoffload.report.holders import find_all_holders
 
 MIB = 2**20
 
@@ -42,7 +46,6 @@ def report(**more: object) -> Report:
         "groups": tuple(block(k) for k in range(6)),
         "outside": {Reason.OUTSIDE: (2, 300 * MIB), Reason.PARAMETER: (1, 50 * MIB)},
         "passes": 7,
-        "num_layers": 4,
         "peak_resident_bytes": 1024 * MIB,
         "host_bytes": 2050 * MIB,
         "host_bytes_high_water": 2048 * MIB,
@@ -50,6 +53,23 @@ def report(**more: object) -> Report:
         "dropped_bytes": 1920 * MIB,
     }
     return Report(**{**numbers, **more})
+
+
+class Box:
+    """An object with attributes."""
+
+
+def make() -> torch.Tensor:
+    return torch.ones(1000)
+
+
+def address(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
+
+
+def find_holders(where: int, modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
+    return tuple(map(str, find_all_holders([where], modules)[where]))
 
 
 def cells(line: str) -> list[str]:

@@ -11,7 +11,7 @@ from report_samples import MIB, attribute, block, report, table
 
 from actoffload.report import GroupReport, Holder, Reason, Report
 from actoffload.report.groups import HeldStorage, merge_held, sum_groups
-from actoffload.schedule.timeline import size
+from actoffload.report.tables import Bytes, Table
 
 # Data
 
@@ -24,12 +24,6 @@ def test_totals_are_the_sums_over_the_groups():
     assert (totals.reloaded_ahead, totals.reloaded_on_demand, totals.bytes_reloaded) == (16, 0, 1024 * MIB)
     assert totals.kept == {Reason.PARAMETER: (12, 300 * MIB), Reason.SMALL: (18, 6 * MIB)}
     assert (totals.forward_seconds, totals.backward_seconds, totals.stall_seconds) == (1.0, None, 0.75)
-
-
-def test_the_sum_of_nothing_is_zero_and_knows_no_time():
-    nothing = sum_groups((), "total")
-    assert nothing == GroupReport("total", calls=0)
-    assert Report().r is None
 
 
 def test_weights_are_no_activations_and_refused_storages_count_once():
@@ -47,15 +41,7 @@ def test_weights_are_no_activations_and_refused_storages_count_once():
     assert group.activation_bytes == 110
     assert group.bytes_kept == 47
     assert Report((group,), outside={Reason.OUTSIDE: (1, 5), Reason.PARAMETER: (1, 9)}).activation_bytes == 115
-
-
-def test_what_was_kept_is_added_up_by_reason_with_the_most_bytes_first():
-    assert report().kept == {
-        Reason.PARAMETER: (25, 650 * MIB),
-        Reason.OUTSIDE: (2, 300 * MIB),
-        Reason.SMALL: (36, 12 * MIB),
-    }
-    assert list(report().kept) == [Reason.PARAMETER, Reason.OUTSIDE, Reason.SMALL]
+    assert sum_groups((), "total") == GroupReport("total", calls=0)
 
 
 def test_r_is_the_share_that_is_gone():
@@ -66,10 +52,11 @@ def test_r_is_the_share_that_is_gone():
 
 def test_a_dict_goes_through_json_and_comes_back_equal():
     held = (HeldStorage("model.layers.3", 128 * MIB, (attribute("cache", "a (B)"),)), HeldStorage("x", 1))
-    full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
+    arguments = {"layers": [..., "*.head", Report], "keep": []}
+    full = report(held=held, step_seconds=0.5, advice=("Do.",), outside_modules={"head": 5}, arguments=arguments)
     data = full.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "small"}
+    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "coverage"}
     assert set(data) == {field.name for field in dataclasses.fields(Report)} | more
     more = {"bytes_kept", "activation_bytes", "stall_seconds"}
     assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | more
@@ -88,12 +75,6 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
         "is_input": False,
     }
     assert data["r"] == 0.9375
-
-
-def test_arguments_are_ready_for_json():
-    arguments = {"layers": [..., "*.head", Report], "keep": []}
-    data = report(coverage=0.9, arguments=arguments).to_dict()
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["arguments"] == {"layers": ["...", "*.head", "Report"], "keep": []}
 
 
@@ -108,13 +89,6 @@ def test_the_table_of_groups_by_hand():
         ["total", "4 of 6", "3072.0 MiB", "2048.0 MiB", "12.0 MiB"],
         ["A line for several groups has the values of each of them."],
     ]
-
-
-def test_columns_of_numbers_end_below_each_other():
-    lines = str(report()).split("\n\n")[0].split("\n")
-    assert len({len(line) for line in lines[:-1]}) == 1  # the last is a note
-    ends = [[match.end() for match in re.finditer(r"MiB|-(?= )|saved|offloaded", line)][:2] for line in lines]
-    assert ends[0] == ends[2] == ends[3] == ends[5]
 
 
 def test_columns_appear_with_their_numbers_only():
@@ -162,22 +136,8 @@ def test_shares_are_of_what_is_recomputed_too():
         (again(None, 0, outside=outside), "saved activations", 514 / 814),
         (again(None, 448, 0, outside=outside), "saved activations", 514 / 814),
     ):
-        assert (shown.counted, shown.share_in_groups) == (counted, pytest.approx(share))
-        text = str(dataclasses.replace(shown, coverage=shown.share_in_groups))
-        assert f"coverage     {100 * share:.1f} % of the {counted} lie in groups" in text
-
-
-def test_what_the_plan_is_expected_to_cost():
-    expected = "peak 24.0 MiB; pass 42.00 ms, 36.00 ms without offloading"
-    rows = table(str(report(because="Because.", expected=expected)), "passes")
-    assert rows[1:3] == [["plan", "Because."], ["expected", expected]]
-    assert expected not in str(report(expected=expected, times=False))
-
-
-def test_what_is_freed_in_backward_stands_beside_what_is_freed_in_forward():
-    assert "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be\n" in str(report())
-    more = "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be in forward, and 512.0 MiB are freed in backward"
-    assert more in str(report(later_bytes=512 * MIB))
+        assert (shown.counted, shown.coverage) == (counted, pytest.approx(share))
+        assert f"coverage     {100 * share:.1f} % of the {counted} lie in groups" in str(shown)
 
 
 def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
@@ -204,31 +164,43 @@ def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
 
 
 def test_the_facts_of_a_report():
-    facts = dict(table(str(report(order="changed in step 3")), "passes"))
-    assert facts == {
-        "passes": "7",
-        "at the peak": "1024.0 MiB on the device, of what can be offloaded",
-        "R": "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be",
-        "reloaded": "2048.0 MiB: 32 storages ahead, 0 on demand",
-        "host memory": "2050.0 MiB allocated, at most 2048.0 MiB in use",
-        "order": "changed in step 3",
+    known = {
+        "because": "copies of four groups fit beside compute",
+        "expected": "peak 24.0 MiB; pass 42.00 ms, 36.00 ms without offloading",
+        "next_choice": "A fifth group costs 2 ms.",
+        "waiting_passes": 3,
+        "later_bytes": 512 * MIB,
+        "proven_bytes": MIB,
+        "samples": 5,
     }
-
-
-def test_the_facts_of_whole_steps():
-    facts = {"because": "copies of four groups fit beside compute", "next_choice": "A fifth group costs 2 ms."}
-    measured = report(**facts, coverage=0.853, waiting_passes=3, waiting_bytes=96 * MIB)
-    shown = dict(table(str(measured), "passes"))
-    assert shown["coverage"] == "85.3 % of the activations lie in groups"
-    assert (shown["plan"], shown["next choice"]) == tuple(facts.values())
-    assert shown["in flight"] == "3 earlier passes had 96.0 MiB on the device when this forward ended"
+    shown = report(**known)
+    assert dict(table(str(shown), "passes")) == {
+        "passes": "7",
+        "coverage": "91.1 % of the activations lie in groups",
+        "plan": known["because"],
+        "expected": known["expected"],
+        "next choice": known["next_choice"],
+        "at the peak": "1024.0 MiB on the device, of what can be offloaded",
+        "in flight": "3 more, whose backward was still to come when this forward ended",
+        "R": "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be in forward, and 512.0 MiB are freed in backward",
+        "reloaded": "2048.0 MiB: 32 storages ahead, 0 on demand",
+        "proven": "1.0 MiB computed again have the same bits, and samples of 5 values since then",
+        "host memory": "2050.0 MiB allocated, at most 2048.0 MiB in use",
+    }
+    assert known["expected"] not in str(dataclasses.replace(shown, times=False))
+    assert set(dict(table(str(report(peak_resident_bytes=None, outside=None)), "passes"))) == {
+        "passes",
+        "R",
+        "reloaded",
+        "host memory",
+    }
 
 
 def test_what_modules_in_keep_save_does_not_count_as_not_covered():
     outside = {Reason.OUTSIDE: (1, 30), Reason.KEPT: (1, 50), Reason.PARAMETER: (1, 1000)}
-    assert Report((GroupReport("a", bytes_saved=70),), outside=outside).share_in_groups == 0.7
-    assert Report(outside={Reason.KEPT: (1, 50)}).share_in_groups is None
-    assert Report(outside={Reason.SMALL: (1, 50)}).share_in_groups == 0.0
+    assert Report((GroupReport("a", bytes_saved=70),), outside=outside).coverage == 0.7
+    assert Report(outside={Reason.KEPT: (1, 50)}).coverage is None
+    assert Report(outside={Reason.SMALL: (1, 50)}).coverage == 0.0
 
 
 def test_what_was_kept_is_shown_inside_and_outside_with_weights_last():
@@ -238,6 +210,7 @@ def test_what_was_kept_is_shown_inside_and_outside_with_weights_last():
         ["smaller than the limit", "36", "12.0 MiB", "-"],
         ["parameter (always kept)", "25", "600.0 MiB", "50.0 MiB"],
     ]
+    assert list(report().kept) == [Reason.PARAMETER, Reason.OUTSIDE, Reason.SMALL]
 
 
 def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
@@ -261,26 +234,19 @@ def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
 
 
 def test_notes_under_the_groups_say_what_does_not_add_up():
-    groups = tuple(block(k, bytes_wasted=3 * MIB if k == 3 else 0) for k in range(6))
+    groups = (*(block(k, bytes_wasted=3 * MIB if k == 3 else 0) for k in range(5)), block(5, bytes_wasted=5 * MIB))
     shown = report(groups=groups, step_seconds=0.1, step_passes=4)
-    lines = str(shown).split("\n\n")[0].split("\n")[-3:]
+    lines = str(shown).split("\n\n")[0].split("\n")[-4:]
+    wasted = "were offloaded but stay on the device, because"
     assert lines == [
         "A line for several groups has the values of each of them.",
-        "Wasted copies: 3.0 MiB were offloaded but stay on the device, because groups that are kept share the "
-        "storages.",
+        f"Wasted copies: 3.0 MiB {wasted} groups that are kept share the storages.",
+        f"Wasted copies: 5.0 MiB {wasted} the plan offloaded their groups, and they were kept because the execution "
+        "order changed.",
         "Times are sums over the 4 forward passes of the recorded step; bytes are of the last.",
     ]
     assert all(line in shown.to_markdown() for line in lines)
-
-
-def test_wasted_copies_are_explained():
-    kept = block(4, bytes_wasted=5 * MIB)
-    alone = str(report(groups=(block(0), kept)))
-    assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in alone
-    assert "share the storages" not in alone
-    both = str(report(groups=(block(0, bytes_wasted=3 * MIB), kept)))
-    assert "3.0 MiB were offloaded but stay on the device, because groups that are kept share" in both
-    assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in both
+    assert "Wasted" not in str(report())
 
 
 def test_a_long_list_of_holders_is_cut_and_says_so():
@@ -297,13 +263,6 @@ def test_advice_comes_last_and_an_empty_report_prints():
         "at the peak  0 bytes on the device, of what can be offloaded\n"
         "host memory  0 bytes allocated, at most 0 bytes in use"
     )
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (3 * 2**19, "1.5 MiB")]
-)
-def test_sizes_are_shown_in_a_fitting_unit(nbytes, words):
-    assert size(nbytes) == words
 
 
 # Folded lines
@@ -336,3 +295,49 @@ def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
     rows = table(str(Report(groups)), "group")
     folded = "model.layers.0, 1, 3 (3 groups)"
     assert [row[0] for row in rows[1:3]] == [folded, groups[2].name]
+
+
+# Markdown
+
+NASTY = "layers|0<b>`&*_"
+
+
+def rows_of_markdown(markdown: str) -> list[list[str]]:
+    """Return the cells of all tables in Markdown: a pipe ends a cell unless a backslash comes before it."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.split("\n") if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_markdown_has_the_numbers_of_the_text():
+    rows = rows_of_markdown(report(advice=("Do `this_one` & *that*.",)).to_markdown())
+    assert rows[0] == ["group", "offload", "saved", "offloaded", "excluded"]
+    assert [re.sub("-+", "-", cell) for cell in rows[1]] == [":-", ":-", "-:", "-:", "-:"]
+    assert rows[2] == ["model.layers.0 ... 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"]
+    assert rows[4] == ["**total**", "**4 of 6**", "**3072.0 MiB**", "**2048.0 MiB**", "**12.0 MiB**"]
+    assert report(advice=("Do `this_one` & *that*.",)).to_markdown().endswith("- Do `this_one` & \\*that\\*.")
+
+
+def test_markdown_keeps_its_columns_whatever_a_module_is_called():
+    held = (HeldStorage(NASTY, MIB, (attribute("x|y", NASTY),)),)
+    markdown = Report((GroupReport(NASTY, bytes_saved=MIB),), held=held).to_markdown()
+    lengths = {len(row) for row in rows_of_markdown(markdown)[:4]}
+    assert lengths == {4}
+    assert "<b>" not in markdown.replace("\\<b\\>", "")
+
+
+def test_a_table_has_one_unit():
+    """That of the largest number but the totals; what is too small for it is said to be there."""
+    rows = (
+        ("one", Bytes(3 * 2**20), Bytes(1024)),
+        ("two", Bytes(2**19), "-"),
+        ("total", Bytes(7 * 2**19), Bytes(1024)),
+    )
+    table = Table(("group", "saved", "kept"), rows, left=1, sums=True)
+    assert table.texts() == [
+        ["one", "3.0 MiB", "< 0.1 MiB"],
+        ["two", "0.5 MiB", "-"],
+        ["total", "3.5 MiB", "< 0.1 MiB"],
+    ]
+    small = tuple(("each", Bytes(900 * 2**10)) for _ in range(2))
+    assert Table(("", ""), (*small, ("total", Bytes(1800 * 2**10))), left=1, sums=True).texts()[-1][1] == "1800.0 KiB"
+    assert Table(("", ""), (("few", Bytes(7)),), left=1).texts() == [["few", "7 bytes"]]

@@ -8,24 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from report_samples import Box, address, find_holders, make
 from torch import nn
 
-from actoffload.report.holders import find_all_holders
-
 FILE = "test_holders.py"
-
-
-def address(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata
-
-
-def make() -> torch.Tensor:
-    return torch.ones(1000)
-
-
-def find_holders(where: int, modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
-    return tuple(map(str, find_all_holders([where], modules)[where]))
 
 
 def holders(tensor: Callable[[], torch.Tensor], modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
@@ -49,10 +35,6 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Encoder()
-
-
-class Box:
-    pass
 
 
 def named(model: nn.Module) -> dict[nn.Module, str]:
@@ -138,18 +120,6 @@ def test_a_local_variable_that_leads_there_is_named_with_the_way():
     assert lines == [[f"local variable `{name}`"] for name in ("box.x", "pair[1][0]")]
 
 
-def test_a_variable_that_a_running_function_shares_with_another_is_named_by_both():
-    hidden = make()
-
-    def read():
-        return hidden
-
-    where = address(hidden)
-    closure, local = find_holders(where)
-    assert closure == f"closure variable `hidden` of read ({FILE}:{read.__code__.co_firstlineno})"
-    assert local.startswith("local variable `hidden` of test_a_variable_that_a_running_function_shares")
-
-
 def test_a_local_variable_of_another_thread():
     begun, go_on, addresses = threading.Event(), threading.Event(), []
 
@@ -196,19 +166,6 @@ def test_closures():
     inner, of_closure = outer()
     line = inner.__code__.co_firstlineno
     assert find_holders(of_closure) == (f"closure variable `seen` of inner ({FILE}:{line})",)
-
-
-def test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner():
-    hidden = make()
-
-    def inner():
-        return find_holders(address(hidden))
-
-    lines = inner()
-    assert [line.partition(" (")[0] for line in lines] == [
-        "closure variable `hidden` of inner",
-        "local variable `hidden` of test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner",
-    ]
 
 
 def test_a_traceback_that_was_kept():

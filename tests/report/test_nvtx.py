@@ -35,14 +35,10 @@ def test_each_range_ends(calls):
     assert {"forward of 0", "backward of 3", "offload (D2H) of 0", "reload (H2D) of 1"} <= set(names)
 
 
-def test_no_range_unless_asked_for(calls):
-    step(nvtx=False)
-    assert calls == []
-
-
-def test_without_nvtx_nothing_is_called(calls, monkeypatch):
-    monkeypatch.setattr(statistics, "has_nvtx", False)
-    step()
+@pytest.mark.parametrize("nvtx", [True, False])
+def test_no_range_unless_asked_for_or_without_nvtx(calls, monkeypatch, nvtx):
+    monkeypatch.setattr(statistics, "has_nvtx", not nvtx)
+    step(nvtx=nvtx)
     assert calls == []
 
 

@@ -18,17 +18,15 @@ from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
-from actoffload.planner import GroupPlan  # noqa: E402
 from actoffload.report.plots import (  # noqa: E402
-    ByteUnit,
-    plot_frontier,
     plot_measurements,
     plot_memory,
     plot_step,
     plot_timeline,
-    plot_trace,
+    resident_points,
 )
-from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Plan, Span, Timeline, simulate  # noqa: E402
+from actoffload.report.tables import ByteUnit  # noqa: E402
+from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20
 
@@ -118,15 +116,11 @@ def test_no_two_texts_overlap(model_layers: int) -> None:
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
 
 
-def test_numbers_that_do_not_fit_into_their_boxes_are_left_out() -> None:
-    ax = plot_step(timeline(0, 40)).axes[0]
-    shown = labels_by_lane(ax)[0]
-    assert "39" not in shown[:40]
-    assert len(shown) < 80
-
-
 def test_memory_is_a_staircase_with_its_peak() -> None:
     shown = timeline(2)
+    axes = pyplot.subplots(2)[1]
+    assert plot_timeline(shown, axes[0]) is axes[0]
+    assert plot_memory({"": resident_points(shown)}, axes[1]) is axes[1]
     ax = plot_step(shown).axes[1]
     curve = ax.lines[0]
     assert curve.get_drawstyle() == "steps-post"
@@ -151,12 +145,6 @@ def test_several_curves_keep_their_names_and_lengths() -> None:
     assert len(set(dashes)) == 2  # distinct without colour
 
 
-def test_a_measured_curve_alone_begins_where_it_was_measured() -> None:
-    ax = plot_memory({"": [(0.25, 100), (0.5, 300)]})
-    assert list(ax.lines[0].get_xdata()) == [250.0, 500.0]
-    assert ax.get_ylabel() == "memory (bytes)"
-
-
 @pytest.mark.parametrize("nothing", [{}, {"a": []}, {"a": [(0.0, 1)], "b": []}])
 def test_nothing_to_draw_is_said(nothing: dict[str, list[tuple[float, int]]]) -> None:
     with pytest.raises(ValueError, match="plot_memory got no points; pass at least one curve"):
@@ -168,13 +156,6 @@ def test_time_is_shown_in_a_fitting_unit(seconds: float, unit: str) -> None:
     ax = plot_timeline(Timeline.build([Span(Kind.FORWARD, 0, 0.0, seconds)]))
     assert ax.get_xlabel() == f"time ({unit})"
     assert ax.get_xlim() == (0.0, pytest.approx(2.0))
-
-
-def test_axes_that_are_given_are_used() -> None:
-    figure, axes = pyplot.subplots(2)
-    assert plot_timeline(timeline(1), axes[0]) is axes[0]
-    assert plot_memory({"a": timeline(1).resident}, axes[1]) is axes[1]
-    assert pyplot.get_fignums() == [figure.number]
 
 
 def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence() -> None:
@@ -204,27 +185,6 @@ def test_a_unit_fits_the_largest_number(nbytes: int, text: str) -> None:
     assert ByteUnit.of(nbytes).text(nbytes) == text
 
 
-def test_smaller_numbers_have_the_unit_of_the_largest() -> None:
-    assert ByteUnit.of(2**30).text(-(2**29)) == "-0.50 GiB"
-
-
-def test_labels_of_bars_hide_lines_behind_them() -> None:
-    ax = plot_measurements({"a": MIB, "b": 2 * MIB}, {})
-    boxes = [text.get_bbox_patch() for text in ax.texts]
-    assert all(box is not None and box.get_facecolor() == ax.get_facecolor() for box in boxes)
-    assert min(text.get_zorder() for text in ax.texts) > ax.axvline(1.0).get_zorder()
-
-
-def test_the_times_of_a_frontier_fill_its_height() -> None:
-    plans = [
-        GroupPlan(("a",), Plan(1), (MIB,), peak_bytes=peak * MIB, seconds=seconds)
-        for peak, seconds in ((1, 0.110), (2, 0.105), (3, 0.100))
-    ]
-    low, high = plot_frontier(plans, plans[1]).get_ylim()
-    assert 98.0 < low < 100.0
-    assert 110.0 < high < 112.0
-
-
 def test_measured_times_are_beside_the_bars_and_clear_of_a_lower_limit() -> None:
     ax = plot_measurements({"a": 4 * MIB, "b": MIB}, {"a": 0.1, "b": 0.2})
     assert [text.get_text() for text in ax.texts] == ["4.0 MiB, 1.000 x", "1.0 MiB, 2.000 x"]
@@ -233,12 +193,3 @@ def test_measured_times_are_beside_the_bars_and_clear_of_a_lower_limit() -> None
     ax.figure.draw_without_rendering()  # type: ignore[union-attr]
     assert all(text.get_window_extent().x0 > line.get_window_extent().x1 for text in ax.texts)
     assert ax.xaxis.label.get_window_extent().x1 < ax.figure.bbox.x1
-
-
-def test_traces_have_names_and_no_peaks() -> None:
-    ax = plot_trace({"without": [0, 2 * MIB, 0], "with": [0, MIB, 0]})
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["without", "with"]  # type: ignore[union-attr]
-    assert ax.get_xlabel() == "read where layers begin and end; peaks in between are not drawn"
-    ax.figure.draw_without_rendering()  # type: ignore[union-attr]
-    assert ax.xaxis.label.get_window_extent().x0 >= 0
-    assert ax.xaxis.label.get_window_extent().x1 <= ax.figure.bbox.x1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,19 +19,16 @@ from torch import nn
 import actoffload
 from actoffload import gather_reports
 from actoffload.device import ReferenceDevice, use
-from actoffload.report import GroupReport, RankReports, Reason, Report
+from actoffload.report import GroupReport, RankReports, Report
 
 WORLD = 2
 FOURS = (report(),) * 4
 
 
-def groups(*names: str, kind: str = "layer", nbytes: int = MIB) -> tuple[GroupReport, ...]:
-    return tuple(GroupReport(name, kind, offloaded=True, bytes_saved=nbytes, bytes_offloaded=nbytes) for name in names)
-
-
-def columns(*of_ranks: tuple[GroupReport, ...]) -> list[str]:
-    """Return the titles of the columns of groups."""
-    return list(dict.fromkeys(title for of in RankReports(tuple(map(Report, of_ranks))).offloaded for title in of))
+def groups(*names: str, nbytes: int = MIB) -> tuple[GroupReport, ...]:
+    return tuple(
+        GroupReport(name, "layer", offloaded=True, bytes_saved=nbytes, bytes_offloaded=nbytes) for name in names
+    )
 
 
 def lines(text: str) -> list[list[str]]:
@@ -68,8 +64,6 @@ def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
     [
         ("aab", ["0, 1 (2 ranks)", "2"]),
         ("abab", ["0, 2 (2 ranks)", "1, 3 (2 ranks)"]),
-        ("abababab", ["0, 2, 4, 6 (4 ranks)", "1, 3, 5, 7 (4 ranks)"]),
-        ("aabbaab", ["0, 1, 4, 5 (4 ranks)", "2, 3, 6 (3 ranks)"]),
         ("aabababbbaa", ["0, 1, 3 and 3 more (6 ranks)", "2, 4, 6 ... 8 (5 ranks)"]),
     ],
 )
@@ -113,33 +107,13 @@ def test_ranks_of_a_pipeline_have_columns_of_their_own():
     [
         (groups(*(f"h.{k}.{part}" for k in range(30) for part in ("attn", "mlp"))), ["h.*.attn", "h.*.mlp"]),
         (groups("h.0.conv2d", "h.11.conv2d"), ["h.*.conv2d"]),  # the 2 is a part of the name
-        (groups("h.0.conv2d.1", "h.0.conv1d.0"), ["h.*.conv*d.*"]),  # one kind: columns are of kinds
+        (groups("h.0.conv2d.1", "h.0.conv1d.0"), ["h.*.conv2d.*", "h.*.conv1d.*"]),
         (groups("blocks.block_0", "blocks.block_1"), ["blocks.block_*"]),
-        ((*groups("h.0.fc1", kind="*.fc1"), *groups("h.0.fc2", kind="*.fc2")), ["h.*.fc1", "h.*.fc2"]),
-        (
-            (*groups("h.0", "h.2", kind="layer (Dense)"), *groups("h.1", kind="layer (Experts)")),
-            ["h.* (Dense)", "h.* (Experts)"],
-        ),
-        (
-            (*groups("h.0", "h.12"), *groups("h.0 (part 2)", "h.12 (part 2)", kind="layer (part 2)")),
-            ["h.*", "h.* (part 2)"],
-        ),
-        (groups("h.0 (part 12)", "h.0 (part 13)"), ["h.* (part 12)", "h.* (part 13)"]),
-        (
-            (*groups("h (part 2)", kind="layer (Dense) (part 2)"), *groups("h (part 2)", kind="layer (Moe) (part 2)")),
-            ["h (part 2) (Dense)", "h (part 2) (Moe)"],
-        ),
-        (groups("encoder.0", "decoder.0"), ["encoder.*", "decoder.*"]),
+        (groups("h.0", "h.12", "h.0 (part 2)", "h.12 (part 12)"), ["h.*", "h.* (part 2)", "h.* (part 12)"]),
     ],
 )  # fmt: skip
 def test_titles_of_columns(groups, titles):
-    assert columns(groups) == titles
-    assert columns(groups[:1], groups) == titles  # whatever the first rank has of them
-
-
-def test_a_single_rank_needs_no_sums():
-    shown = lines(str(RankReports((report(),))))
-    assert [row[0] for row in shown] == ["rank", "0"]
+    assert list(RankReports((Report(groups),)).offloaded[0]) == titles
 
 
 def test_without_groups_and_without_r():
@@ -152,16 +126,6 @@ def test_without_groups_and_without_r():
     ]
     mixed = RankReports((Report(), report())).to_markdown().split("\n")
     assert [row.split("|")[6].strip() for row in mixed[2:5]] == ["-", "93.75 %", ""]
-
-
-def test_markdown_has_the_cells_of_the_text():
-    reports = RankReports((report(), report(groups=groups("tail|0<b>"))))
-    header, *rows = lines(str(reports))[:4]
-    markdown = reports.to_markdown()
-    assert "tail\\|0\\<b\\>" in markdown
-    for cell in (*header[:3], *(cell for row in rows for cell in row)):
-        assert cell.replace("*", "\\*") in markdown
-    assert reports._repr_markdown_() == markdown
 
 
 def test_data_for_programs():
@@ -208,49 +172,6 @@ def of_step(names: range, **options: Any) -> Report:
     with use(ReferenceDevice()), actoffload.offload(stage, **options) as handle, handle.recording():
         stage(torch.randn(1024, 512)).square().mean().backward()
     return handle.report()
-
-
-def test_a_report_survives_pickling():
-    seen = of_step(range(6))
-    again = pickle.loads(pickle.dumps(seen))
-    assert again == seen
-    assert again.held[0].holders
-    assert seen.kept[Reason.PARAMETER] == again.kept[Reason.PARAMETER]  # a Reason is hashed by identity
-    assert str(again) == str(seen)
-    reports = RankReports((seen, again))
-    assert pickle.loads(pickle.dumps(reports)) == reports
-
-
-def test_alone_a_report_is_that_of_rank_0():
-    assert not dist.is_initialized()
-    seen = report()
-    reports = gather_reports(seen)
-    assert reports == RankReports((seen,), (0,))
-    assert reports.reports[0] is seen
-
-
-def test_without_torch_distributed(monkeypatch):
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    monkeypatch.delattr(dist, "is_initialized")  # what such a build of torch does not have
-    assert gather_reports(report()).ranks == (0,)
-
-
-def test_something_else_than_a_report():
-    with pytest.raises(
-        TypeError, match=r"got an object of type Statistics in rank 0; expected a Report: pass handle\."
-    ):
-        gather_reports(actoffload.report.Statistics())
-
-
-def test_a_process_group_of_one(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        reports = gather_reports(report())
-    finally:
-        dist.destroy_process_group()
-    assert reports == RankReports((report(),))
-    assert reports.reports[0] is not report()
 
 
 def error(call: Callable[[], object]) -> str:

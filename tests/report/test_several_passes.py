@@ -1,21 +1,29 @@
-"""Several forwards before one backward: times in virtual seconds, and what the report says about their peak."""
+"""Reports of several passes: before one backward, in virtual seconds; after a smaller batch; with microbatches."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
-from helpers import min_elements
+from helpers import forward, make, min_elements
 from torch import nn
 from virtual_time import Work, layer_of
-from whole_model import offload
+from whole_model import WIDTH, Wave, Waves, offload
 
+import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
+from actoffload.device.reference import ReferenceEvent
 from actoffload.engine.engine import Engine
+from actoffload.engine.statistics import Counters, TimelineRecorder
+from actoffload.model import reporting
 from actoffload.report import StepTimeline
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost
 
 PIECE = 1024
+MIB = 2**20
+ROWS = MIB // WIDTH // 4  # of one MiB
 
 
 class Timed(nn.Module):
@@ -96,12 +104,11 @@ def test_the_peak_of_several_passes_is_explained(device):
     handle = offload(model, layers="blocks", device=device)
     losses = [model(torch.ones(1)) for _ in range(3)]
     report = handle.report()
+    assert report.waiting_passes == 2
     # Each keeps its last two blocks, its stem and its head; those of the blocks are followed.
-    assert (report.waiting_passes, report.waiting_bytes) == (2, 2 * 2 * PIECE)
-    assert report.peak_resident_bytes >= report.waiting_bytes + 2 * PIECE
-    sum(losses).backward()
-    report = handle.report()  # of the latest forward, whatever ran since
-    assert "2 earlier passes had 4.0 KiB on the device when this forward ended" in str(report)
+    assert report.peak_resident_bytes >= 3 * 2 * PIECE
+    sum(losses).backward()  # the report is of the latest forward, whatever ran since
+    assert "in flight    2 more, whose backward was still to come when this forward ended" in str(handle.report())
     del losses
     model(torch.ones(1)).backward()
     assert handle.report().waiting_passes == 0
@@ -141,3 +148,90 @@ def test_a_pass_whose_backward_has_begun_does_not_wait(device, begun):
     second = model(x).sum()
     assert handle.report().waiting_passes == (not begun)
     (first + second).backward()
+
+
+# Smaller batches
+
+
+def run(model: nn.Module, *rows: int) -> None:
+    for number in rows:
+        model(torch.randn(number, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"layers": "blocks"}])
+def test_the_latest_full_pass_is_reported(options):
+    model = Waves(6)
+    handle = actoffload.offload(model, **options)
+    run(model, 2 * ROWS)
+    before = handle.report()
+    run(model, ROWS // 8)
+    report = handle.report()
+    assert (report.groups, report.advice) == (before.groups, before.advice)
+    assert sum(handle.plan.nbytes) == 24 * MIB
+    run(model, ROWS)  # half as much counts as full
+    assert handle.report().totals.bytes_saved == 12 * MIB
+    handle.reset_statistics()
+    run(model, ROWS // 2)
+    assert handle.report().totals.bytes_saved < 12 * MIB
+
+
+def test_passes_that_are_recomputed_differently_are_not_compared():
+    model = Waves(6)
+    handle = actoffload.offload(model, num_layers=0, recompute=True, min_bytes=0)
+    run(model, ROWS, ROWS)
+    assert handle.report().totals.recomputed
+
+
+def test_a_context_compares_its_passes_too():
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    with min_elements(64):
+        context, sync = make(2, 4)
+        for rows, saved in ((512, 512), (64, 512), (256, 256)):
+            forward(layers, torch.randn(rows, WIDTH) * 1.0, context, sync).sum().backward()
+            assert context.report().totals.bytes_saved == 5 * saved * WIDTH * 4
+        context.reset_statistics()
+        forward(layers, torch.randn(64, WIDTH) * 1.0, context, sync).sum().backward()
+        assert context.report().totals.bytes_saved == 5 * 64 * WIDTH * 4
+
+
+# Gradient accumulation
+
+
+class Caching(Wave):
+    """A wave that keeps a tensor for itself."""
+
+    def forward(self, x):
+        h = x * self.scale
+        self.cache = [h]
+        return torch.sin(h)
+
+
+def test_the_searches_of_several_micro_batches_are_no_part_of_the_step(monkeypatch):
+    search = reporting.find_all_holders
+    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
+    model = Waves(6, Caching)
+    handle = offload(model, device=ReferenceDevice(wall_clock=True))
+    run(model, 16)
+    with handle.recording():
+        run(model, 16, 16)
+    report = handle.report()
+    assert 0 < report.step_seconds < 1.0
+    assert report.step_passes == 2
+    assert "Times are sums over the 2 forward passes" in str(report)
+
+
+def test_gaps_that_overlap_are_taken_out_once():
+    now = [0.0]
+
+    class Clock(ReferenceDevice):
+        def record_timed(self, stream):
+            return ReferenceEvent(now[0])
+
+    recorder = TimelineRecorder(Clock(), Counters())
+    first, second = recorder.apart(), recorder.apart()
+    moments = [recorder.level, first.__enter__, second.__enter__]
+    moments += [lambda: first.__exit__(None, None, None), lambda: second.__exit__(None, None, None)]
+    for k, moment in enumerate([*moments, recorder.level, recorder.level]):
+        now[0] = float(k)
+        moment()
+    assert [time for time, _ in recorder.timeline().resident] == [0.0, 2.0, 3.0]  # without 1 to 4

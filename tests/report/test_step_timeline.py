@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from actoffload.report.step_timeline import LayerTimes, StepTimeline, chrome_trace
+from actoffload.report.step_timeline import LayerTimes, StepTimeline
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate
 
 MIB = 2**20
@@ -57,11 +56,11 @@ def test_waiting_within_work_belongs_to_that_work_whatever_comes_next():
     assert only == LayerTimes(pytest.approx(0.008), pytest.approx(0.010), pytest.approx(0.002), 0.0)
 
 
-def test_layers_that_did_nothing_and_layers_without_a_name():
+def test_layers_that_did_nothing_and_an_empty_step():
     assert StepTimeline(MEASURED, "abc").by_layer()[2] == LayerTimes()
-    unnamed = StepTimeline(MEASURED, [])
-    assert len(unnamed.by_layer()) == 2
+    assert len(StepTimeline(MEASURED, []).by_layer()) == 2
     assert StepTimeline(Timeline(()), []).by_layer() == ()
+    assert repr(step()) == "<StepTimeline of 2 layers, 67.00 ms measured>"
 
 
 @pytest.mark.parametrize("num_layers", [2, 4, 5])
@@ -73,16 +72,6 @@ def test_layers_add_up_to_what_is_simulated(num_layers):
     assert sum(t.backward for t in times) == pytest.approx(0.120)
     assert sum(t.forward_stall for t in times) == pytest.approx(predicted.forward_stall)
     assert sum(t.backward_stall for t in times) == pytest.approx(predicted.backward_stall)
-
-
-def test_an_empty_step_and_the_repr():
-    assert set(StepTimeline(Timeline(()), []).seconds.values()) == {0.0}
-    assert repr(step()) == "<StepTimeline of 2 layers, 67.00 ms measured>"
-
-
-def test_the_trace_has_the_names(tmp_path):
-    file = step().save_trace(tmp_path / "step.json")
-    assert json.loads(file.read_text(encoding="utf-8")) == chrome_trace(MEASURED, ["encoder", "head"])
 
 
 # Figures
@@ -111,14 +100,17 @@ def sequential(names: list[str], num_layers: int) -> StepTimeline:
     return StepTimeline(simulate(plan, layers, link).timeline, names)
 
 
-def test_short_names_stand_in_the_boxes_and_long_ones_where_there_is_room(pyplot):
-    ax = sequential(["in", "mid", "a.very.long.name.of.a.module", "out"], 2).plot()
-    assert labels(ax, 0) == ["in", "mid", "2", "out", "out", "2", "mid", "in"]
-
-
-def test_what_all_names_begin_with_is_left_out_where_the_name_is_too_long(pyplot):
-    ax = sequential([f"transformer.encoder.layers.{k}.mlp" for k in range(5)], 2).plot()
-    assert labels(ax, 0)[-5:] == [f"{k}.mlp" for k in reversed(range(5))]
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["in", "mid", "a.very.long.name.of.a.module", "out"], ["in", "mid", "2", "out", "out", "2", "mid", "in"]),
+        ([f"transformer.encoder.layers.{k}.mlp" for k in range(5)], [f"{k}.mlp" for k in reversed(range(5))]),
+        (["a", "", "", ""], ["a", "1", "2", "3", "3", "2", "1", "a"]),
+    ],
+)
+def test_names_stand_in_the_boxes_as_far_as_they_fit(pyplot, names, shown):
+    """Without what all of them begin with where they do not fit, or else as numbers."""
+    assert labels(sequential(names, 2).plot(), 0)[-len(shown) :] == shown
 
 
 def test_names_stay_within_their_boxes(pyplot):
@@ -130,17 +122,3 @@ def test_names_stay_within_their_boxes(pyplot):
     boxes = [text.get_window_extent() for text in texts]
     assert any(".mlp" in text.get_text() for text in texts)
     assert not [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
-
-
-def test_numbers_stay_where_there_is_no_name(pyplot):
-    ax = StepTimeline(sequential(list("abcd"), 2).timeline, ["a"]).plot()
-    assert labels(ax, 0) == ["a", "1", "2", "3", "3", "2", "1", "a"]
-
-
-def test_the_figure_has_the_step_and_the_resident_bytes(pyplot):
-    assert len(step().figure().axes) == 2
-
-
-def test_axes_that_are_given_are_used(pyplot):
-    _, ax = pyplot.subplots()
-    assert step().plot(ax) is ax

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from .._torch.autograd import CASTS, next_node, saved_as_input
 from .._torch.compiling import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
+from .._warnings import explain
 from ..device.base import StreamPosition
 from ..schedule.plan import Roles
 from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
@@ -487,7 +488,11 @@ def unpack(saved: Saved) -> torch.Tensor:
     if in_compiled_backward():
         raise RuntimeError(NOT_COMPILED)
     if not isinstance(saved, tuple):
-        return saved.unpack()
+        try:
+            return saved.unpack()
+        except torch.OutOfMemoryError as error:
+            explain(error)
+            raise
     alias, version = saved[:2]
     if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
         raise changed(alias, alias.size(), version, saved)

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from .._torch.compiling import NOT_COMPILED, opaque
+from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
 from .layout import Layout
@@ -47,7 +48,11 @@ class _Reached:
     token: LivenessToken
 
     def __call__(self, gradients: Any) -> None:
-        self.reached(self.index)
+        try:
+            self.reached(self.index)
+        except torch.OutOfMemoryError as error:
+            explain(error)
+            raise
 
 
 opaque(_Reached.__call__, NOT_COMPILED)

@@ -108,7 +108,7 @@ class FitCallback:
         assert self.handle is not None
         self._reported = True
         try:
-            self.report = self.handle.report(full=True)  # the last batch of an epoch may be smaller
+            self.report = self.handle.report()
             text = str(self.report)
         except RuntimeError as error:
             text = f"actoffload has no report of this training: {error}"

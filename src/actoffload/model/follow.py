@@ -36,6 +36,7 @@ from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any, TypeAlias
 
+import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
@@ -215,6 +216,11 @@ def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
             for tracker, depth in reversed(began):
                 tracker.end(depth, result)  # [guard: end of a call]
             return result
+        except torch.OutOfMemoryError as error:
+            for tracker, _ in began:
+                if tracker.depth:
+                    tracker.explain(error)
+            raise
         finally:
             for tracker, depth in reversed(began):
                 tracker.unwind(depth)  # [guard: end of a failed call]

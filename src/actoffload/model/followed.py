@@ -112,7 +112,7 @@ class Steering(Protocol):
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
+        """Return what is known of whole steps, as fields of `Report`."""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.groups import StepFacts
 from ..report.plots import Frontier
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
@@ -298,44 +297,43 @@ class OffloadHandle:
             return found.largest_fit(limit, host)
         return found.fit(tokens, limit, host)
 
-    def report(self, *, full: bool = False) -> Report:
+    def report(self) -> Report:
         """Return what the latest pass did, group by group, with advice.
 
-        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.
-
-        Parameters
-        ----------
-        full : bool
-            Describe the latest pass that saved at least half as much as the largest one since the statistics began,
-            as after a smaller last batch.
+        It is the latest that saved at least half as much as the largest one since the statistics began, so not a small
+        last batch.  Times, stalls, and the names of what else references offloaded memory need a step in `recording`.
 
         Raises
         ------
         RuntimeError
             If no forward with a graph ended since the call of `offload`, or none in which something could be offloaded.
         """
-        latest, recording = self._log.full if full else None, self._log.recording
-        latest = latest or self._log.latest
+        latest, replays = self._log.full, self._tracker.replays
         if latest is None:
             told = self._tracker.warned
             raise RuntimeError(
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        kept, times = (
-            tuple(followed.name for followed in self._modules if followed.role is KEPT),
-            self._engine.backend.times,
+        plan, times, arguments = self.plan, self._engine.backend.times, self._arguments
+        return build_report(
+            self._plans,
+            self._groups,
+            latest,
+            self._log.recording,
+            self.statistics(),
+            plan,
+            because=latest.because or plan.because,
+            expected=plan.expected,
+            proven_bytes=replays.proven_bytes,
+            samples=replays.alarm.samples,
+            refused=replays.refused(),
+            arguments=arguments,
+            kept_modules=tuple(module.name for module in self._modules if module.role is KEPT),
+            times=times,
+            caches=getattr(getattr(self._modules[0].ref(), "config", None), "use_cache", True) is not False,
+            **self._tracker.steering.facts(),
         )
-        plan = self.plan
-        because = latest.because or plan.because
-        more: dict[str, Any] = {"because": because, "expected": plan.expected}
-        replays = self._tracker.replays
-        more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
-        more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
-        more["caches"] = getattr(getattr(self._modules[0].ref(), "config", None), "use_cache", True) is not False
-        facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
-        statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
-        return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
 
 
 class _Pause(AbstractContextManager[OffloadHandle]):

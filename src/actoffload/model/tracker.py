@@ -6,19 +6,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
 from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_checkpoint, saved_tensor_hooks
 from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
-from .._warnings import warn
+from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
 from ..engine.hooks import Pack, Packer, unpack
 from ..engine.layer import Layer, tensors_in
-from ..engine.passes import ModelPass
+from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .followed import (
@@ -35,6 +35,7 @@ from .followed import (
     obstacle_to_hooks,
 )
 from .replays import Begun, Replays
+from .reporting import explain
 
 __all__ = ["Call", "ThreadState", "Tracker"]
 
@@ -100,6 +101,8 @@ class Tracker:
         self.replays = Replays(modules, engine.backend, lambda: engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
+        self._latest: Callable[[], ModelPass[GroupKey] | None] = lambda: None  # a weak reference to the latest pass
+        explainers.add(self)
 
     @property
     def depth(self) -> int:
@@ -209,7 +212,7 @@ class Tracker:
             current = ModelPass(self._engine, order, settings.roles_of, owned, partly=scoped)
             if settings.begun is not None:
                 settings.begun(current)
-            thread.current = current
+            thread.current, self._latest = current, ref(current)
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
@@ -324,6 +327,20 @@ class Tracker:
             elif thread.between is not None:
                 # The model may handle the exception.
                 thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
+
+    def explain(self, error: BaseException, *, certain: bool = False) -> None:
+        """Add a note to an out-of-memory error: what holds the memory, and what would help.
+
+        `certain`: only if a backward of this model runs in this thread.
+        """
+        thread, done, inside = self._thread, self._latest(), pass_in_backward(self._engine)
+        mine = isinstance(inside, ModelPass) and done is not None and inside.model == done.model
+        if isinstance(inside, ModelPass) and mine:
+            done = inside
+        calls = [call.followed for call in thread.calls]
+        if not self._stopped and (mine or calls or (done is not None and not certain)):
+            done = None if thread.idle else thread.current or done
+            explain(error, self._modules, self._engine.backend, done, calls, self.steering)
 
     def _leave(self) -> None:
         """Note that this thread is in no forward; may be repeated after an interrupt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..report.tables import Printable, Table, bytes_or_dash
@@ -58,18 +58,13 @@ class PipelineReport(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, for JSON."""
-        return asdict(self)
+        return {**vars(self), "stages": list(self.stages)}
 
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
-        sentences = [self.because] if self.because else []
-        if self.on_demand:
-            sentences.append(f"{self.on_demand} storages were reloaded when backward needed them: compute waited.")
-        if self.boundary_bytes:
-            kept = size(self.boundary_bytes)
-            sentences.append(
-                f"The schedule keeps {kept} of outputs for each microbatch in flight, which are not saved."
-            )
-        return _table([self]), sentences
+        late = f"{self.on_demand} storages were reloaded when backward needed them: compute waited."
+        kept = f"The schedule keeps {size(self.boundary_bytes)} of outputs on the device for each microbatch in flight."
+        sentences = self.because, late if self.on_demand else "", kept if self.boundary_bytes else ""
+        return _table([self]), list(filter(None, sentences))
 
 
 @dataclass(frozen=True)
@@ -90,16 +85,16 @@ def _table(reports: Sequence[PipelineReport]) -> list[Table]:
     header = ("rank", "stages", "offload", "offloaded", "kept", "peak", "peak in plan", "host memory")
     rows = [
         (
-            str(of.rank),
-            ", ".join(map(str, of.stages)),
-            f"{of.offloaded} of {of.chunks}",
-            bytes_or_dash(of.offloaded_bytes),
-            bytes_or_dash(of.saved_bytes - of.offloaded_bytes),
-            bytes_or_dash(of.peak_bytes),
-            "-" if of.expected_bytes is None else bytes_or_dash(of.expected_bytes),
-            bytes_or_dash(of.host_bytes),
+            str(report.rank),
+            ", ".join(map(str, report.stages)),
+            f"{report.offloaded} of {report.chunks}",
+            bytes_or_dash(report.offloaded_bytes),
+            bytes_or_dash(report.saved_bytes - report.offloaded_bytes),
+            bytes_or_dash(report.peak_bytes),
+            "-" if report.expected_bytes is None else bytes_or_dash(report.expected_bytes),
+            bytes_or_dash(report.host_bytes),
         )
-        for of in reports
+        for report in reports
     ]
     note = "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
     return [Table(header, tuple(rows), left=3, note=note)]

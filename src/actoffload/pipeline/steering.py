@@ -206,7 +206,7 @@ class StageSteering:
         """Do nothing: the schedule is followed no longer."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
+        """Return what is known of whole steps, as fields of `Report`."""
         plan = self._conductor.plan
         return {"because": "" if plan is None else plan.because}
 

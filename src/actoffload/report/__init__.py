@@ -1,11 +1,10 @@
 """What happened: statistics, timelines, reports with advice, plots, and the reports of many ranks."""
 
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
-from .advice import Advice
-from .groups import GroupReport, HeldStorage, Holder, StepFacts
+from .groups import GroupReport, HeldStorage, Holder
 from .plots import Frontier
 from .ranks import RankReports, gather_reports
-from .report import Report
+from .report import Advice, Report
 from .step_timeline import LayerTimes, StepTimeline
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 
@@ -20,7 +19,6 @@ __all__ = [
     "Reason",
     "Report",
     "Statistics",
-    "StepFacts",
     "StepTimeline",
     "Synchronization",
     "Synchronizations",

@@ -11,67 +11,18 @@ from .._folding import fold_names
 from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
+from .groups import WEIGHTS, GroupReport, Holder, add_amounts, merge_held
 from .report import Advice, Report
 
-__all__ = ["TOLERANCE", "Advice", "advise", "advise_on_time", "stall_share"]
-
-# What takes time
+__all__ = ["advise"]
 
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
+LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
+WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
+HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 
-
-def advise_on_time(report: Report) -> tuple[Advice, ...]:
-    """Return what to change because it takes time, one sentence each."""
-    return *_on_demand(report), *_stalled(report)
-
-
-def _on_demand(report: Report) -> Iterator[Advice]:
-    late = [group for group in report.groups if group.reloaded_on_demand]
-    if not late:
-        return
-    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
-    count, of = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
-    behind = report.groups[report.groups.index(late[-1]) + 1 :]
-    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
-    if any(not group.calls for group in behind):
-        why = "later groups, whose backward reloads them, did not run"
-    reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
-    nbytes = sum(group.bytes_offloaded for group in late)
-    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
-
-
-def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
-    """Return how to offload less, and the arguments that do."""
-    if report.next_choice:
-        return report.next_choice.rstrip("."), {}
-    if not report.takes("num_layers"):
-        return "offload fewer groups", {}
-    offloaded = Counter(group.kind for group in report.offloaded_groups)
-    number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
-    return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}
-
-
-def stall_share(report: Report) -> float | None:
-    """Return the share of the recorded step for which compute stalled; None if that is not known."""
-    waited = report.totals.stall_seconds
-    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
-
-
-def _stalled(report: Report) -> Iterator[Advice]:
-    share = stall_share(report) or 0.0
-    if share <= TOLERANCE:
-        return
-    totals = report.totals
-    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
-    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
-    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
-    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
-    do, change = _fewer(report)
-    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
-
-
-# What is offloaded, kept and not freed
+# Always kept; on another device, where they take no memory of this one; and what a note says of wasted copies.
+IN_ORDER = WEIGHTS | {Reason.DEVICE, Reason.SHARED}
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
@@ -92,26 +43,28 @@ RETURN_LESS = (
     (r"", "return only what the loss needs from forward while training"),
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
-LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
-WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
-HALF = 0.5  # of the activations: fewer in groups are worth a sentence
-
-IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 
 def advise(report: Report) -> tuple[Advice, ...]:
     """Return what to change, one sentence each, about the most bytes first."""
-    if not report.groups or not any(group.calls for group in report.groups):
+    if not any(group.calls for group in report.groups):
         passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
         run = f"No group has run in {passes} with a graph since the statistics began"
         called = "groups are modules whose forward is called"
         return (Advice(f"{run}: {called}, and of which a parameter or an input requires a gradient."),)
-    if report.small:
-        found = [_small(report)]
-    else:
-        found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
-    found += advise_on_time(report)
+    found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
+    found += [*_on_demand(report), *_stalled(report)]
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
+
+
+def _takes(report: Report, argument: str) -> bool:
+    """Return whether what made the report takes an argument; all do if that is not known."""
+    return report.arguments is None or argument in report.arguments
+
+
+def _given(report: Report, argument: str) -> bool:
+    """Return whether an argument may have been given: what is not known may."""
+    return report.arguments is None or report.arguments.get(argument) not in (None, (), [])
 
 
 def _literal(value: Any) -> str:
@@ -121,33 +74,56 @@ def _literal(value: Any) -> str:
     return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
 
 
+# What takes time
+
+
+def _on_demand(report: Report) -> Iterator[Advice]:
+    late = [group for group in report.groups if group.reloaded_on_demand]
+    if not late:
+        return
+    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
+    count, whole = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
+    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
+    if any(not group.calls for group in report.groups[report.groups.index(late[-1]) + 1 :]):
+        why = "later groups, whose backward reloads them, did not run"
+    reloads = f"{count} of {whole} reloads ({percent(count / whole)}) were on demand, when backward needed them"
+    nbytes = sum(group.bytes_offloaded for group in late)
+    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
+
+
+def _stall_share(report: Report) -> float | None:
+    """Return the share of the recorded step for which compute stalled; None if that is not known."""
+    waited = report.totals.stall_seconds
+    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
+
+
+def _stalled(report: Report) -> Iterator[Advice]:
+    share = _stall_share(report) or 0.0
+    if share <= TOLERANCE:
+        return
+    totals, change = report.totals, dict[str, Any]()
+    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
+    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
+    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
+    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
+    do = report.next_choice.rstrip(".") or "offload fewer groups"
+    if not report.next_choice and _takes(report, "num_layers"):
+        offloaded = Counter(group.kind for group in report.offloaded_groups)
+        number = max(offloaded.values(), default=1) - 1
+        do, change = f"{do}: pass num_layers={number}", {"num_layers": number}
+    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
+
+
 # What is offloaded
 
 
-def _small(report: Report) -> Advice:
-    saved, largest = size(report.totals.bytes_saved), size(report.largest_bytes)
-    because = f"this pass saved {saved} that can be offloaded, and the largest one {largest}"
-    do = "report a larger pass, or call reset_statistics() if all passes are as small now"
-    return Advice(f"There is no advice on bytes, because {because}: {do}.", report.largest_bytes)
-
-
 def _offloaded(report: Report) -> Iterator[Advice]:
-    totals, groups = report.totals, len(report.groups)
-    none = f"None of {groups} groups is offloaded"
+    totals = report.totals
     if not report.offloaded_groups:
-        change: dict[str, Any] = {}
-        if report.because and report.num_layers is None:
-            yield Advice(f"{report.because[0].upper()}{report.because[1:].rstrip('.')}.", totals.bytes_saved)
-            return
-        if _most_layers(report.groups) < 1:
-            do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
-        elif report.num_layers:
-            change = {"fraction": -(-100 // report.num_layers) / 100}
-        else:
-            change = {"num_layers": 1} | ({} if report.given("fraction") in (None, 1.0) else {"fraction": 1.0})
-        if change:
-            do = f"pass {' and '.join(f'{name}={value}' for name, value in change.items())} or more"
-        yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
+        because = f"none of {len(report.groups)} groups is offloaded: the last of each kind is always kept"
+        if report.because and report.times:
+            because = report.because
+        yield Advice(f"{because[0].upper()}{because[1:].rstrip('.')}.", totals.bytes_saved)
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
@@ -167,8 +143,8 @@ def _kept(report: Report) -> Iterator[Advice]:
     kept = {reason: (amount, everything) for reason, amount in inside.items() if reason not in IN_ORDER}
     if groups and Reason.KEPT in report.kept:
         kept[Reason.KEPT] = report.kept[Reason.KEPT], report.computed_bytes
-    for reason, ((count, nbytes), of) in kept.items():
-        if nbytes >= max(LARGE * of, WORTH * report.computed_bytes) or reason is Reason.HOST_FULL:
+    for reason, ((count, nbytes), whole) in kept.items():
+        if nbytes >= max(LARGE * whole, WORTH * report.computed_bytes) or reason is Reason.HOST_FULL:
             do, change = _to_do(report, reason, count, nbytes)
             if do:
                 yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
@@ -182,15 +158,13 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str, dict[str, Any]]:
     """Return what to do, and the arguments that do it; an empty text if nothing can be done."""
-    if reason is Reason.SMALL and not report.takes("min_bytes"):
-        return "", {}
-    if reason is Reason.SMALL:
+    if reason is Reason.SMALL and _takes(report, "min_bytes"):
         mean = max(nbytes // max(count, 1), 1)
         lower = 1 << max(mean.bit_length() - 2, 0)  # smaller ones than half the mean have less than half the bytes
         do = f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
         return do, {"min_bytes": lower}
     if reason is Reason.HOST_FULL:
-        if report.arguments is not None and report.given("max_host_bytes") is None:
+        if not _given(report, "max_host_bytes"):
             return "the host has no more page-locked memory; offload fewer groups, or free host memory", {}
         # More than the limit in any case, which did not allow these steps beside what is allocated.
         enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
@@ -200,16 +174,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         return do, {"max_host_bytes": enough}
     if reason is Reason.KEPT:
         return _to_keep_less(report)
-    if reason is Reason.SHARED:
-        number, most = report.num_layers, _most_layers(report.groups)
-        by_number = report.arguments is None or report.given("num_layers") is not None
-        if number is None or number >= most:
-            return "", {}  # a group that is always kept saves them
-        if not by_number:
-            return "", {}  # with num_layers other groups may be found, which save less
-        do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
-        return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
-    return DOING[reason], {}
+    return DOING.get(reason, ""), {}
 
 
 def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
@@ -217,51 +182,37 @@ def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
         names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
         return [name.startswith(names) for name in report.kept_modules]
 
-    if report.arguments is not None and not report.given("keep"):
+    arguments = report.arguments or {}
+    if not _given(report, "keep"):
         return "", {}  # they are kept in any case
     if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
         return "pass keep=[] to offload them", {"keep": []}
     if all(lie_in(report.groups)):
         return "", {}  # these groups are kept
-    given = report.given("layers")
-    layers = [*((...,) if given is None else given), *(report.given("keep") or ())]
+    given = arguments.get("layers")
+    layers = [*((...,) if given is None else given), *arguments.get("keep", ())]
     return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
-
-
-def _most_layers(groups: Sequence[GroupReport]) -> int:
-    """Return the largest num_layers that offloads more than the next smaller one."""
-    calls = Counter[str]()
-    for group in groups:
-        calls[group.kind] += group.calls
-    return max(calls.values(), default=1) - 1
 
 
 def _outside(report: Report) -> Iterator[Advice]:
     """Advise on what no group saves: which modules save most of it."""
-    count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
-    everything, modules = report.computed_bytes, report.outside_modules
+    (count, nbytes), everything = (report.outside or {}).get(Reason.OUTSIDE, (0, 0)), report.computed_bytes
     if not everything or nbytes < LARGE * everything:
         if report.coverage is not None and report.coverage < HALF:
-            yield Advice(*_uncovered(report))
+            kept = {reason: size for reason, (_, size) in (report.outside or {}).items() if reason not in IN_ORDER}
+            most = max(kept, key=kept.__getitem__, default=Reason.OUTSIDE)
+            lie = f"Only {percent(report.coverage)} of the {report.counted} lie in groups"
+            others = f'of the others, most were kept for the reason "{most.value}"'
+            yield Advice(f"{lie}; {others}.", sum(kept.values()))
         return
-    what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
-    if sum(modules.values()) >= HALF * nbytes:
-        most_first = sorted(modules, key=lambda name: (-modules[name], name))[:3]
-        most = ", ".join(f"`{name}` ({size(modules[name])})" for name in most_first)
-        yield Advice(f"{what}{most} save the most; choose these modules, or ones around them, with layers.", nbytes)
+    do = f"record a step with {report.record} to find the modules that save them"
+    if sum((modules := report.outside_modules).values()) >= HALF * nbytes:
+        largest = sorted(modules, key=lambda name: (-modules[name], name))[:3]
+        most_of_it = ", ".join(f"`{name}` ({size(modules[name])})" for name in largest)
+        do = f"{most_of_it} save the most; choose these modules, or ones around them, with layers"
     elif report.step_passes:
-        yield Advice(f"{what}they are saved in no call of a module, but by the code of the model itself.", nbytes)
-    else:
-        do = f"record a step with {report.record} to find the modules that save them"
-        yield Advice(f"{what}{do}.", nbytes)
-
-
-def _uncovered(report: Report) -> tuple[str, int]:
-    kept: Amounts = {reason: amount for reason, amount in report.outside.items() if reason not in IN_ORDER}
-    nbytes = sum(amount for _, amount in kept.values())
-    most = max(kept, key=lambda reason: kept[reason][1], default=Reason.OUTSIDE)
-    lie = f"Only {percent(report.coverage or 0.0)} of the {report.counted} lie in groups"
-    return f'{lie}; of the others, most were kept for the reason "{most.value}".', nbytes
+        do = "they are saved in no call of a module, but by the code of the model itself"
+    yield Advice(f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: {do}.", nbytes)
 
 
 # What is not freed
@@ -285,9 +236,11 @@ def _not_freed(report: Report) -> Iterator[Advice]:
     unknown = f"something that refers to them; record a step with {report.record} to find it"
     for names, nbytes, because, least in [*found, (tuple(rest), rest.total(), unknown, TOLERANCE * offloaded.total())]:
         if nbytes > least:
-            of = sum(offloaded[name] for name in names)
+            whole = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
-            share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
+            share = (
+                f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})" if whole else ""
+            )
             yield Advice(f"{share or size(nbytes)} were offloaded but not freed, because of {because}.", nbytes)
 
 
@@ -307,7 +260,7 @@ def _because(report: Report, holders: Sequence[Holder], groups: int) -> str:
 
 
 def _all(report: Report) -> Advice:
-    totals, everything, stalled = report.totals, report.computed_bytes, stall_share(report)
+    totals, everything, stalled = report.totals, report.computed_bytes, _stall_share(report)
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = (
         f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "

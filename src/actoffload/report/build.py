@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from ..engine.statistics import Reason, Statistics
 from ..engine.storage import Residency, Resident
 from ..schedule.plan import OUTSIDE
 from .advice import advise
-from .groups import Amounts, GroupReport, HeldStorage, Holder, StepFacts, sum_groups
+from .groups import GroupReport, HeldStorage, Holder, sum_groups
 from .report import Report
 from .step_timeline import StepTimeline
 
-__all__ = ["Held", "PassHistory", "PassStatistics", "build"]
+__all__ = ["Held", "PassHistory", "PassStatistics", "build", "on_device"]
 
 # What a pass did
 
@@ -45,7 +45,6 @@ class PassStatistics:
     held: tuple[Held, ...]
     later_bytes: int = 0  # that the plan frees in backward
     waiting: int = 0  # earlier passes whose backward is still to come
-    waiting_bytes: int = 0  # their saved bytes on the device
 
     @staticmethod
     def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
@@ -107,43 +106,38 @@ class PassHistory:
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
-        self._largest: dict[int, int] = {}  # bytes saved, by the number of recomputed groups
+        self._largest: dict[Hashable, int] = {}  # bytes saved, by what was followed and how many groups were replayed
 
     def reset(self) -> None:
         """Forget what earlier passes saved."""
         self._largest = {}
 
-    def note(self, statistics: PassStatistics) -> bool:
-        """Compare what a pass saved with earlier ones; return whether it is at least half as much as in the largest."""
-        again = sum(row.recomputed for _, row in statistics.groups)
-        saved = sum(row.bytes_saved for _, row in statistics.groups)
-        largest = self._largest[again] = max(saved, self._largest.get(again, 0))
-        return 2 * saved >= largest
+    def is_full(self, statistics: PassStatistics, *, partly: bool = False) -> bool:
+        """Return whether a pass saved at least half as much as the largest one, and note what it saved.
 
-    def largest(self, statistics: PassStatistics) -> int:
-        """Return how many bytes the largest pass saved that recomputed as many groups as this one; 0 if not known."""
-        return self._largest.get(sum(row.recomputed for _, row in statistics.groups), 0)
+        `partly`: kept groups were not followed.
+        """
+        kind = partly, sum(row.recomputed for _, row in statistics.groups)
+        saved = sum(row.bytes_saved for _, row in statistics.groups)
+        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
+        return 2 * saved >= largest
 
     def add(self, done: Pass) -> None:
         """Add a pass."""
         self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
 
-    def before(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
-        """Return the statistics of a pass with the earlier passes whose backward is still to come."""
+    def waiting(self, done: Pass) -> int:
+        """Return how many passes before one have a graph to which backward has not come."""
         passes = [each for ref in self._passes if (each := ref()) is not None]
         earlier = passes[: passes.index(done)] if done in passes else []
-        # Those with a graph to which backward has not come.
-        waiting = [
-            each for each in earlier if not each.backward_begun and any(not layer.freed for layer in each.layers)
-        ]
-        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
+        return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
 
 
-def _on_device(done: Pass) -> int:
-    storages = {storage for layer in done.layers for storage in layer.living()}
-    residents = {resident for layer in done.layers for ref in layer.residents if (resident := ref()) is not None}
-    on_device = (storage.nbytes for storage in storages if storage.residency is not Residency.HOST)
-    return sum(on_device) + sum(resident.nbytes for resident in residents)
+def on_device(layer: Layer) -> int:
+    """Return the bytes of what a layer saved that are on the device."""
+    storages = (storage for storage in layer.living() if storage.residency is not Residency.HOST)
+    residents = {resident for ref in layer.residents if (resident := ref()) is not None}
+    return sum(storage.nbytes for storage in storages) + sum(resident.nbytes for resident in residents)
 
 
 # The report
@@ -160,9 +154,7 @@ def build(
     *,
     recorded: StepTimeline | None = None,
     holders: Mapping[int, tuple[Holder, ...]] | None = None,
-    outside: Amounts | None = None,
     absent: Sequence[GroupReport] = (),
-    facts: StepFacts | None = None,
     **more: Any,
 ) -> Report:
     """Return the report of a pass, with advice.
@@ -172,17 +164,13 @@ def build(
     names, kinds : sequence of str
         Of the groups of the pass; groups with the same name are calls of one group, and added up.
     latest, statistics : PassStatistics, Statistics
-        The latest pass whose forward has ended, and what the engine has counted.
+        The pass, and what the engine has counted.
     recorded : StepTimeline or None
         The recorded step of the same groups.
     holders : mapping of int to tuple of Holder, or None
         What else references memory, by address; None unless it was searched.
-    outside : mapping of Reason to (int, int), or None
-        What was kept outside of the groups; None if that is not known.
     absent : sequence of GroupReport
         Groups that did not run.
-    facts : StepFacts or None
-        What whole steps showed.
     **more
         Further fields of `Report`.
     """
@@ -203,11 +191,12 @@ def build(
         )
         rows.setdefault(row.name, []).append(row)
     groups = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
+    if recorded is not None:  # the end of the recording notes the resident bytes last
+        more["step_seconds"] = max(recorded.timeline.end, *(at for at, _ in recorded.timeline.resident[-1:]), 0.0)
+        more["times"] = more.get("times", True) and recorded.timeline.source != "reference device"
     report = Report(
         groups=(*groups, *absent),
-        outside=outside or {},
         passes=statistics.passes,
-        peak_resident_bytes=statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
         held=_held(latest, names, holders),
@@ -215,20 +204,9 @@ def build(
         dropped_bytes=latest.freed_bytes - not_freed.total(),
         later_bytes=latest.later_bytes,
         waiting_passes=latest.waiting,
-        waiting_bytes=latest.waiting_bytes,
-        step_seconds=None if recorded is None else _duration(recorded),
-        **{**({} if facts is None else vars(facts)), **more},
+        **{"peak_resident_bytes": statistics.peak_resident_bytes, **more},
     )
-    if recorded is not None and recorded.timeline.source == "reference device":
-        report = replace(report, times=False)
-    if outside is not None and report.coverage is None:
-        report = replace(report, coverage=report.share_in_groups)
     return replace(report, advice=advise(report))
-
-
-def _duration(recorded: StepTimeline) -> float:
-    """Return the seconds from the first group to the end of the recording, which notes the resident bytes last."""
-    return max(recorded.timeline.end, *(seconds for seconds, _ in recorded.timeline.resident[-1:]), 0.0)
 
 
 def _held(

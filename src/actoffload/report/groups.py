@@ -1,4 +1,4 @@
-"""The parts of a report: groups, memory that was not freed, and what is known of whole steps."""
+"""The parts of a report: groups, what they keep, and memory that was not freed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from typing import Any
 from .._folding import numberless
 from ..engine.statistics import Reason
 
-__all__ = [
-    "WEIGHTS",
-    "Amounts",
-    "GroupReport",
-    "HeldStorage",
-    "Holder",
-    "StepFacts",
-    "add_amounts",
-    "amounts_to_dict",
-    "merge_held",
-    "sum_groups",
-]
+__all__ = ["WEIGHTS", "Amounts", "GroupReport", "HeldStorage", "Holder", "add_amounts", "merge_held", "sum_groups"]
 
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
@@ -33,7 +22,7 @@ FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a pat
 class GroupReport:
     """One group, a chosen module whose saved tensors are offloaded together.
 
-    Seconds are of the recorded step, all other numbers of the latest pass.  Sizes are in bytes.
+    Seconds are of the recorded step, all other numbers of the reported pass.  Sizes are in bytes.
 
     Parameters
     ----------
@@ -102,11 +91,6 @@ class GroupReport:
         """Stall in forward and backward together, in seconds."""
         return _sum((self.forward_stall_seconds, self.backward_stall_seconds))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers under their names, for JSON."""
-        sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
-        return {**vars(self), "kept": amounts_to_dict(self.kept), **sums}
-
 
 def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
@@ -129,18 +113,13 @@ def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
     for amount in amounts:
         for reason, (count, nbytes) in amount.items():
             before = sums.get(reason, (0, 0))
-            sums[reason] = (before[0] + count, before[1] + nbytes)
+            sums[reason] = before[0] + count, before[1] + nbytes
     return dict(sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][0], item[0].value)))
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def amounts_to_dict(amounts: Amounts) -> dict[str, dict[str, int]]:
-    """Return amounts by the names of their reasons in lower case, for JSON."""
-    return {reason.name.lower(): {"tensors": count, "bytes": nbytes} for reason, (count, nbytes) in amounts.items()}
 
 
 @dataclass(frozen=True)
@@ -204,58 +183,3 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
             holders.append(replace(alike[0], paths=tuple(paths)))
         entries.append((groups, sum(storage.nbytes for storage in same), tuple(holders)))
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
-
-
-# Whole steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepFacts:
-    """What is known beside the latest pass: the plan and the arguments.
-
-    Parameters
-    ----------
-    because, next_choice : str
-        Why the plan is what it is; what the next better choice is.
-    expected : str
-        Peak and time of a pass that are expected with the plan; empty if they are not known.
-    refused : mapping of str to str
-        By the name of a group that should be recomputed in backward and is not: why.
-    proven_bytes, samples : int
-        Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
-        in later ones, without a difference.
-    coverage : float or None
-        Share of `Report.computed_bytes` that lies in groups, whether it is kept, offloaded or recomputed; None if
-        unknown.  What modules in `keep` save does not count.
-    arguments : mapping of str to object, or None
-        The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
-    kept_modules : tuple of str
-        Names of the modules in `keep`.
-    record : str
-        The call that records a step.
-    times : bool
-        Whether durations are those of a real device; otherwise there is no advice about time.
-    caches : bool
-        Whether the model may return a cache of keys and values; False where its ``config.use_cache`` is.
-    """
-
-    because: str = ""
-    next_choice: str = ""
-    expected: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    proven_bytes: int = 0
-    samples: int = 0
-    coverage: float | None = None
-    arguments: Mapping[str, Any] | None = None
-    kept_modules: tuple[str, ...] = ()
-    record: str = "handle.recording()"
-    times: bool = True
-    caches: bool = True
-
-    def given(self, argument: str) -> Any:
-        """Return an argument of `offload`; None if the arguments are not known."""
-        return None if self.arguments is None else self.arguments.get(argument)
-
-    def takes(self, argument: str) -> bool:
-        """Whether what made the report takes an argument; all do if that is not known."""
-        return self.arguments is None or argument in self.arguments

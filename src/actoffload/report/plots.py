@@ -1,7 +1,8 @@
 """Figures of steps, measurements and plans.
 
-The same functions draw a simulated `Timeline` and a measured one.  Text, axes and background follow matplotlib's
-rcParams.  Matplotlib is imported on the first call; without it that raises an ImportError.
+The same functions draw a simulated `Timeline` and a measured one.  They draw into the matplotlib Axes `ax`, or into a
+new figure, and return the Axes.  Text, axes and background follow matplotlib's rcParams.  Matplotlib is imported on the
+first call; without it that raises an ImportError.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..planner import GroupPlan
 from ..schedule.timeline import Kind, Span, Timeline, mebibytes, milliseconds
-from .tables import Printable, Table
+from .tables import ByteUnit, Printable, Table
 
 __all__ = ["Frontier", "plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
@@ -38,25 +39,6 @@ HEIGHT = 0.72  # of a box, where lanes are 1 apart
 LABEL_SIZE = 8.0  # points
 
 
-@dataclass(frozen=True, slots=True)
-class ByteUnit:
-    """Unit of all numbers of bytes in one figure or table, and how many decimals they have."""
-
-    nbytes: int
-    name: str
-    digits: int
-
-    @classmethod
-    def of(cls, largest: float) -> ByteUnit:
-        """Return the unit for numbers up to `largest` bytes: GiB, MiB or KiB from one of it on."""
-        units = (cls(2**30, "GiB", 2), cls(2**20, "MiB", 1), cls(2**10, "KiB", 1))
-        return next((unit for unit in units if largest >= unit.nbytes), cls(1, "bytes", 0))
-
-    def text(self, nbytes: float) -> str:
-        """Return a number of bytes in this unit."""
-        return f"{nbytes / self.nbytes:.{self.digits}f} {self.name}"
-
-
 def _pyplot() -> Any:
     try:
         from matplotlib import pyplot
@@ -64,6 +46,13 @@ def _pyplot() -> Any:
         need = "Plots need matplotlib, which is not installed"
         raise ImportError(f"{need}; install it with pip install 'actoffload[plots]'.") from error
     return pyplot
+
+
+def _axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """Return axes to draw into, new ones by default."""
+    found: Axes = _pyplot().subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
+    found.spines[["top", "right"]].set_visible(False)
+    return found
 
 
 def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[str] = ()) -> Axes:
@@ -77,11 +66,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     timeline, names : Timeline, sequence of str
         Simulated or measured; names of the layers by index, written instead of their numbers where they fit.  One of
         the reference device has no times.
-    ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.  It is returned.
     """
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
+    ax = _axes(ax, 7.5, 2.4)
     from matplotlib.patches import Patch
 
     scale = _set_time_axis(ax, timeline.end)
@@ -115,8 +101,6 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     ----------
     curves : mapping of str to sequence of (float, int)
         Curves by name: seconds, and the bytes in use from then on.
-    ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.  It is returned.
 
     Raises
     ------
@@ -125,8 +109,7 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     """
     if not curves or not all(curves.values()):
         raise ValueError("plot_memory got no points; pass at least one curve, each with at least one point.")
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
+    ax = _axes(ax, 7.5, 2.6)
     end = max(points[-1][0] for points in curves.values())
     highest = max(nbytes for points in curves.values() for _, nbytes in points)
     scale = _set_time_axis(ax, end)
@@ -154,11 +137,8 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     ----------
     traces : mapping of str to sequence of int
         Bytes by name, as `actoffload.measure.trace_memory` returns them; all of the same length.
-    ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.  It is returned.
     """
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(5.4, 3.2), layout="constrained")[1]
+    ax = _axes(ax, 5.4, 3.2)
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
     unit = ByteUnit.of(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
@@ -171,15 +151,13 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("read where layers begin and end; peaks in between are not drawn")
     ax.set_ylabel(f"memory ({unit.name})")
-    ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, None, columns=min(len(traces), 2))
     return ax
 
 
 def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
     """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(5.8, 1.2 + 0.5 * len(peaks)), layout="constrained")[1]
+    ax = _axes(ax, 5.8, 1.2 + 0.5 * len(peaks))
     largest = max(peaks.values())
     unit = ByteUnit.of(largest)
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
@@ -197,7 +175,6 @@ def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: 
     beside = f"\nbeside each bar: step time, x {first}" if times else ""
     ax.set_xlabel(f"peak of device memory ({unit.name}){beside}")
     ax.tick_params(axis="y", length=0)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -243,8 +220,7 @@ def without_stalls(timeline: Timeline) -> list[Span]:
 
 def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | None = None) -> Axes:
     """Draw the expected time of plans against their peaks, and mark the present one; neither axis begins at 0."""
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(5.6, 3.4), layout="constrained")[1]
+    ax = _axes(ax, 5.6, 3.4)
     known = [(plan.peak_bytes, plan.seconds) for plan in plans if plan.peak_bytes is not None and plan.seconds]
     unit = ByteUnit.of(max((peak for peak, _ in known), default=0))
     peaks, times = [peak / unit.nbytes for peak, _ in known], [seconds * 1e3 for _, seconds in known]
@@ -256,7 +232,6 @@ def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | Non
     ax.set_ylabel("forward and backward (ms)")
     ax.margins(y=0.1)
     ax.ticklabel_format(useOffset=False)
-    ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, None, 2)
     return ax
 
@@ -328,15 +303,10 @@ def _set_time_axis(ax: Axes, end: float) -> float:
     scale, unit = next((unit for unit in ((1.0, "s"), (1e3, "ms")) if end * unit[0] >= 1.0), (1e6, "µs"))
     ax.set_xlim(0, end * scale or 1.0)
     ax.set_xlabel(f"time ({unit})")
-    ax.spines[["top", "right"]].set_visible(False)
     return scale
 
 
 # Time against peak memory
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -375,13 +345,7 @@ class Frontier(Printable):
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw time against peak, with the present plan marked; needs matplotlib.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-            Where to draw; a new figure by default.  It is returned.
-        """
+        """Draw time against peak, with the present plan marked; needs matplotlib."""
         return plot_frontier(self.plans, self.present, ax)
 
     def figure(self) -> Figure:

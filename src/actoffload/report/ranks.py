@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch.distributed as dist
 
 from .._folding import fold, fold_names
 from ..schedule.timeline import percent, size
-from .groups import GroupReport
 from .report import Report
 from .tables import Bytes, Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["RankReports", "gather_reports"]
+
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._ ])")  # of a module: not the 1 of "fc1" nor that of "(part 1)"
 
 
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
@@ -69,7 +69,7 @@ class RankReports(Printable):
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
     Ranks with the same numbers share a line.  A column has the bytes offloaded in the latest pass from all groups of a
-    kind whose names differ in numbers only; it is empty if the rank has no such groups.
+    kind, whose names differ in numbers only; it is empty if the rank has no such groups.
 
     Parameters
     ----------
@@ -89,11 +89,10 @@ class RankReports(Printable):
     @property
     def offloaded(self) -> tuple[dict[str, int], ...]:
         """Offloaded bytes of each rank, by column of groups."""
-        titles = _titles([group for report in self.reports for group in report.groups])
         sums = [Counter[str]() for _ in self.reports]
         for mine, report in zip(sums, self.reports, strict=True):
             for group in report.groups:
-                mine[titles[_key(group)]] += group.bytes_offloaded
+                mine[NUMBER.sub("*", group.name)] += group.bytes_offloaded
         return tuple(map(dict, sums))
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,22 +103,27 @@ class RankReports(Printable):
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         reports, offloaded = self.reports, self.offloaded
         counts = [(report.totals.offloaded_calls, report.totals.calls) for report in reports]
-        total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
         columns: list[tuple[str, list[Cell], Cell]] = [
-            ("offload", [f"{part} of {whole}" for part, whole in counts], total)
+            (
+                "offload",
+                [f"{part} of {whole}" for part, whole in counts],
+                " of ".join(map(str, map(sum, zip(*counts, strict=True)))),
+            )
         ]
         for title in dict.fromkeys(title for mine in offloaded for title in mine):
             cells = [bytes_or_dash(mine[title]) if title in mine else "" for mine in offloaded]
             columns.append((title, cells, bytes_or_dash(sum(mine.get(title, 0) for mine in offloaded))))
-        rest = [max(0, report.activation_bytes - report.totals.bytes_offloaded) for report in reports]
-        columns.append(_with_sum("offloaded", [report.totals.bytes_offloaded for report in reports]))
-        columns.append(_with_sum("not offloaded", rest))
+        left = [report.totals.bytes_offloaded for report in reports]
+        rest = [max(0, report.activation_bytes - nbytes) for report, nbytes in zip(reports, left, strict=True)]
+        for title, values in (("offloaded", left), ("not offloaded", rest)):
+            columns.append((title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))))
         if any(report.r is not None for report in reports):
             columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
         # No sum of peaks: each device has its own, at another time.
         columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes or 0) for report in reports], ""))
-        columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
+        host = [report.host_bytes for report in reports]
+        columns.append(("host memory", list(map(bytes_or_dash, host)), bytes_or_dash(sum(host))))
         lines, rows = fold(range(len(reports)), lambda k: tuple(_shown(cells[k]) for _, cells, _ in columns)), []
         for same in lines:
             ranks = fold_names([str(self.ranks[k]) for k in same]) + (f" ({len(same)} ranks)" if len(same) > 1 else "")
@@ -132,28 +136,6 @@ class RankReports(Printable):
         return [Table(header, tuple(rows), left=2, sums=several, note=" ".join(notes))], ()
 
 
-def _key(group: GroupReport) -> tuple[str, str]:
-    """Return what the groups of a column have in common: their name but for numbers, and their kind."""
-    kind = re.sub(r" \(part \d+\)$", "", group.kind)
-    of_class = re.search(r" \((\w+)\)$", kind)  # one entry of layers that means modules of several classes
-    return re.sub(r"\d+(?!\d*\)$)", "*", group.name), of_class[1] if of_class else kind  # "(part 2)" keeps its number
-
-
-def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
-    """Return the titles of the columns: patterns of names, with the kind where one pattern has several."""
-    patterns: dict[tuple[str, str], set[str]] = {}
-    for group in groups:
-        # Numbers between dots count modules.  Others, as in fc1, are replaced only if they differ.
-        patterns.setdefault(_key(group), set()).add(re.sub(r"(?<![^.])\d+(?![^. ])", "*", group.name))
-    titles = {key: next(iter(found)) if len(found) == 1 else key[0] for key, found in patterns.items()}
-    shown = Counter(titles.values())
-    return {key: f"{title} ({key[1]})" if shown[title] > 1 else title for key, title in titles.items()}
-
-
 def _shown(cell: Cell) -> str:
     """Return what ranks in one line have in common, to one digit."""
     return size(int(cell.nbytes)) if isinstance(cell, Bytes) else cell
-
-
-def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[Cell], Cell]:
-    return title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))

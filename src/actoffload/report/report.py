@@ -10,17 +10,7 @@ from typing import Any
 from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import (
-    WEIGHTS,
-    Amounts,
-    GroupReport,
-    HeldStorage,
-    StepFacts,
-    add_amounts,
-    amounts_to_dict,
-    merge_held,
-    sum_groups,
-)
+from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, merge_held, sum_groups
 from .tables import Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["Advice", "Report"]
@@ -45,69 +35,83 @@ class Advice(str):
 
 
 @dataclass(frozen=True)
-class Report(StepFacts, Printable):
+class Report(Printable):
     """What offloading did; ``print`` gives tables and advice, and a notebook shows them.
-
-    The parameters of `StepFacts` are parameters too.
 
     Parameters
     ----------
     groups : tuple of GroupReport
         Groups in execution order.
-    outside, outside_modules : mapping of Reason to (int, int), mapping of str to int
-        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by the name of
-        the innermost module, with ``*`` for numbers, empty unless a step was recorded.
+    outside : mapping of Reason to (int, int), or None
+        What was saved outside of the groups and kept: number of tensors and bytes, by reason; None if not known.
+    outside_modules : mapping of str to int
+        Bytes of it by the name of the innermost module, with ``*`` for numbers, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
-    num_layers : int or None
-        Number of groups of a kind that are offloaded; an upper limit if a fraction was given; None if the plan does not
-        go by kinds.
     peak_resident_bytes : int or None
         Largest number of bytes of saved activations on the device since the statistics began; None if what kept groups
         save is not followed.
     host_bytes, host_bytes_high_water : int
         Pinned memory in bytes: allocated now, and the largest part of it ever in use.
-    largest_bytes : int
-        Bytes that can be offloaded, as saved by the largest pass since the statistics began; 0 if that is not known.
     held : tuple of HeldStorage
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
         Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
     later_bytes : int
         Bytes of offloaded groups that the plan frees on the device in backward.
-    waiting_passes, waiting_bytes : int
-        Earlier passes whose backward was still to come when the forward of the latest ended, and their bytes of saved
-        activations on the device: those of several forwards before one backward, or of a pipeline.
+    waiting_passes : int
+        Earlier passes whose backward was still to come when the forward ended: several forwards before one backward.
     step_seconds : float or None
         Duration of the recorded step, from its first group to the end of the recording.
-    order, advice : str, tuple of Advice
-        A note on the execution order, for instance that it changed; sentences on what to change.
+    because, next_choice : str
+        Why the plan is what it is; what the next better choice is.
+    expected : str
+        Peak and time of a pass that are expected with the plan; empty if they are not known.
+    refused : mapping of str to str
+        By the name of a group that should be recomputed in backward and is not: why.
+    proven_bytes, samples : int
+        Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
+        in later ones, without a difference.
+    arguments : mapping of str to object, or None
+        The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
+    kept_modules : tuple of str
+        Names of the modules in ``keep``.
+    record : str
+        The call that records a step.
+    times : bool
+        Whether durations are those of a real device; otherwise there is no advice about time.
+    caches : bool
+        Whether the model may return a cache of keys and values; False where its ``config.use_cache`` is.
+    advice : tuple of Advice
+        Sentences on what to change.
     """
 
     groups: tuple[GroupReport, ...] = ()
-    outside: Amounts = field(default_factory=dict)
+    outside: Amounts | None = None
     outside_modules: Mapping[str, int] = field(default_factory=dict)
     passes: int = 0
-    num_layers: int | None = None
     peak_resident_bytes: int | None = 0
     host_bytes: int = 0
     host_bytes_high_water: int = 0
-    largest_bytes: int = 0
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
     later_bytes: int = 0
     waiting_passes: int = 0
-    waiting_bytes: int = 0
     step_seconds: float | None = None
     step_passes: int = 0
-    order: str = ""
+    because: str = ""
+    next_choice: str = ""
+    expected: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    proven_bytes: int = 0
+    samples: int = 0
+    arguments: Mapping[str, Any] | None = None
+    kept_modules: tuple[str, ...] = ()
+    record: str = "handle.recording()"
+    times: bool = True
+    caches: bool = True
     advice: tuple[str, ...] = ()
-
-    @property
-    def small(self) -> bool:
-        """Whether the pass saved less than half of `largest_bytes`, so that its bytes are no reason for advice."""
-        return 2 * self.totals.bytes_saved < self.largest_bytes
 
     @property
     def r(self) -> float | None:
@@ -119,8 +123,13 @@ class Report(StepFacts, Printable):
         return None if drop is None or not self.expected_bytes else drop / self.expected_bytes
 
     @property
-    def share_in_groups(self) -> float | None:
-        """Share of `computed_bytes` in the latest pass that lies in groups; None if there are none."""
+    def coverage(self) -> float | None:
+        """Share of `computed_bytes` that lies in groups, kept, offloaded or recomputed; None if unknown.
+
+        What modules in ``keep`` save does not count.
+        """
+        if self.outside is None:
+            return None
         outside = self.activation_bytes - self.totals.activation_bytes
         everything = self.computed_bytes - self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
         return (self.computed_bytes - outside) / everything if everything else None
@@ -133,18 +142,17 @@ class Report(StepFacts, Printable):
     @property
     def kept(self) -> dict[Reason, tuple[int, int]]:
         """What was kept by reason, in the groups and outside, most bytes first: number of tensors, and bytes."""
-        return add_amounts([self.totals.kept, self.outside])
+        return add_amounts([self.totals.kept, self.outside or {}])
 
     @property
     def activation_bytes(self) -> int:
         """Bytes of all activations that were saved, in the groups and outside."""
-        return self.totals.activation_bytes + GroupReport("outside", kept=self.outside).activation_bytes
+        return self.totals.activation_bytes + GroupReport("outside", kept=self.outside or {}).activation_bytes
 
     @property
     def computed_bytes(self) -> int:
         """Bytes of all activations that were saved or are recomputed; only of those saved if not all are known."""
-        again = self.totals.bytes_recomputed if self._knows_recomputed else 0
-        return self.activation_bytes + again
+        return self.activation_bytes + self.totals.bytes_recomputed * self._knows_recomputed
 
     @property
     def _knows_recomputed(self) -> bool:
@@ -169,23 +177,9 @@ class Report(StepFacts, Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
-        return {
-            **vars(self),
-            "groups": [group.to_dict() for group in self.groups],
-            "totals": self.totals.to_dict(),
-            "outside": amounts_to_dict(self.outside),
-            "outside_modules": dict(self.outside_modules),
-            "kept": amounts_to_dict(self.kept),
-            "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
-            "activation_bytes": self.activation_bytes,
-            "computed_bytes": self.computed_bytes,
-            "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
-            "small": self.small,
-            "kept_modules": list(self.kept_modules),
-            "refused": dict(self.refused),
-            "r": self.r,
-            "advice": list(self.advice),
-        }
+        sums = ("totals", "kept", "activation_bytes", "computed_bytes", "coverage", "r")
+        found: dict[str, Any] = _plain({**vars(self), **{name: getattr(self, name) for name in sums}})
+        return found
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
@@ -193,10 +187,21 @@ class Report(StepFacts, Printable):
         return [table for table in tables if table.rows], self.advice
 
 
-def _plain(value: Any) -> Any:
-    """Return an argument ready for JSON."""
+def _plain(value: Any, key: object = None) -> Any:
+    """Return a value ready for JSON; `key` is that of an entry of a mapping."""
+    if isinstance(key, Reason):
+        return {"tensors": value[0], "bytes": value[1]}
+    if isinstance(value, GroupReport):
+        sums = ("bytes_kept", "activation_bytes", "stall_seconds")
+        return _plain({**vars(value), **{name: getattr(value, name) for name in sums}})
+    if isinstance(value, HeldStorage):
+        return {**vars(value), "holders": list(map(str, value.holders))}
+    if isinstance(value, Mapping):
+        return {key.name.lower() if isinstance(key, Reason) else key: _plain(each, key) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return list(map(_plain, value))
+    if isinstance(value, Advice):
+        return str(value)
     return "..." if value is ... else value.__name__ if isinstance(value, type) else value
 
 
@@ -205,14 +210,14 @@ class Column:
     """A column of numbers, shown if the sum is not 0, or `always`; equal in the groups of a line but for `times`."""
 
     title: str
-    of: Callable[[GroupReport], float | None]
+    value: Callable[[GroupReport], float | None]
     show: Callable[[float], Cell] = bytes_or_dash
     always: bool = False
     times: bool = False
 
     def mean(self, groups: Sequence[GroupReport]) -> Cell:
         """Return the cell of a line for several groups."""
-        values = [value for group in groups if (value := self.of(group)) is not None]
+        values = [value for group in groups if (value := self.value(group)) is not None]
         return self.show(sum(values) / len(values)) if values else "-"
 
 
@@ -236,7 +241,7 @@ COLUMNS = (
 def _key(group: GroupReport) -> tuple[object, ...]:
     """Return what groups of one line have in common; compute times are never quite equal."""
     stalled = None if group.stall_seconds is None else round(group.stall_seconds * 1e4)
-    numbers = (column.of(group) for column in COLUMNS if not column.times)
+    numbers = (column.value(group) for column in COLUMNS if not column.times)
     return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *numbers
 
 
@@ -245,7 +250,7 @@ def _groups_table(report: Report) -> Table:
     groups, totals = report.groups, report.totals
     folded = fold(groups, _key)
     possible = [column for column in COLUMNS if report.times or not column.times]
-    columns = [column for column in possible if column.of(totals) or (column.always and groups)]
+    columns = [column for column in possible if column.value(totals) or (column.always and groups)]
     if totals.stall_seconds == 0.0 and report.times:  # 0.00 ms is worth a column
         columns.append(COLUMNS[-1])
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
@@ -259,9 +264,8 @@ def _groups_table(report: Report) -> Table:
     for line in folded:
         name = fold_names([group.name for group in line])
         name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
-        part = line[0].offloaded_calls, line[0].calls
-        some = f"{part[0]} of {part[1]}" if part[0] < part[1] else "yes"
-        rows.append(row(name, some if line[0].offloaded else "no", line))
+        part, whole = line[0].offloaded_calls, line[0].calls
+        rows.append(row(name, f"{part} of {whole}" if 0 < part < whole else "yes" if line[0].offloaded else "no", line))
     if groups:
         rows.append(row("total", report.offloaded_share, (totals,)))
     header = (*compress(("group", "kind", "offload", "calls"), shown), *(column.title for column in columns))
@@ -270,13 +274,12 @@ def _groups_table(report: Report) -> Table:
 
 
 def _notes(report: Report, *, folded: bool) -> Iterator[str]:
-    totals = report.totals
     if folded:
         yield "A line for several groups has the values of each of them."
-    of_kept = sum(group.bytes_wasted for group in report.groups if not group.offloaded)
+    kept = sum(group.bytes_wasted for group in report.groups if not group.offloaded)
     for nbytes, because in (
-        (totals.bytes_wasted - of_kept, "groups that are kept share the storages"),
-        (of_kept, "the plan offloaded their groups, and they were kept because the execution order changed"),
+        (report.totals.bytes_wasted - kept, "groups that are kept share the storages"),
+        (kept, "the plan offloaded their groups, and they were kept because the execution order changed"),
     ):
         if nbytes:
             yield f"Wasted copies: {size(nbytes)} were offloaded but stay on the device, because {because}."
@@ -296,19 +299,14 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "expected", report.expected
     if report.next_choice:
         yield "next choice", report.next_choice
-    if report.peak_resident_bytes is not None:
-        most = max(report.largest_bytes, report.peak_resident_bytes)
-        highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < most else ""
+    if (peak := report.peak_resident_bytes) is not None:
         # Some of them may count already: those that were to be freed only behind the peak.
         held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
-        peak = f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}{highest}"
-        yield "at the peak", peak
+        yield "at the peak", f"{size(peak)} on the device, of what can be offloaded{held}"
     if report.waiting_passes:
-        passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
-        yield "in flight", f"{passes} had {size(report.waiting_bytes)} on the device when this forward ended"
+        yield "in flight", f"{report.waiting_passes} more, whose backward was still to come when this forward ended"
     if report.r is not None:
-        expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
-        drop = f"{dropped} freed of {expected} that should be"
+        drop = f"{size(report.dropped_bytes or 0)} freed of {size(report.expected_bytes or 0)} that should be"
         drop += f" in forward, and {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
         yield "R", f"{percent(report.r, 2)}: {drop}"
     if totals.bytes_offloaded:
@@ -323,8 +321,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         stalled = totals.stall_seconds or 0.0
         share = f"{milliseconds(stalled)} of it stalled ({percent(stalled / report.step_seconds)})"
         yield "step", f"{milliseconds(report.step_seconds)}, {share}"
-    if report.order:
-        yield "order", report.order
 
 
 def _kept_table(report: Report) -> Table:

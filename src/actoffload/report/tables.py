@@ -8,7 +8,26 @@ from dataclasses import dataclass
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = ["Bytes", "Cell", "Printable", "Table", "bytes_or_dash"]
+__all__ = ["ByteUnit", "Bytes", "Cell", "Printable", "Table", "bytes_or_dash"]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteUnit:
+    """Unit of all numbers of bytes in one figure or table, and how many decimals they have."""
+
+    nbytes: int
+    name: str
+    digits: int
+
+    @classmethod
+    def of(cls, largest: float) -> ByteUnit:
+        """Return the unit for numbers up to `largest` bytes: GiB, MiB or KiB from one of it on."""
+        units = (cls(2**30, "GiB", 2), cls(2**20, "MiB", 1), cls(2**10, "KiB", 1))
+        return next((unit for unit in units if largest >= unit.nbytes), cls(1, "bytes", 0))
+
+    def text(self, nbytes: float) -> str:
+        """Return a number of bytes in this unit."""
+        return f"{nbytes / self.nbytes:.{self.digits}f} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -17,15 +36,12 @@ class Bytes:
 
     nbytes: float
 
-    def text(self, unit: int) -> str:
-        """Return the number in a unit, which is given in bytes."""
-        if unit == 1:
-            return f"{self.nbytes:.0f} bytes"
-        name, number = UNITS[unit], self.nbytes / unit
-        return f"< 0.1 {name}" if number < 0.05 else f"{number:.1f} {name}"
+    def text(self, unit: ByteUnit) -> str:
+        """Return the number in a unit."""
+        small = unit.nbytes > 1 and self.nbytes / unit.nbytes < 0.05
+        return f"< 0.1 {unit.name}" if small else unit.text(self.nbytes)
 
 
-UNITS = {2**20: "MiB", 2**10: "KiB", 1: "bytes"}
 Cell = str | Bytes
 
 
@@ -40,10 +56,10 @@ class Table:
     note: str = ""
 
     def texts(self) -> list[list[str]]:
-        """Return the rows as texts, in the largest unit of which some row, that of the totals apart, has one."""
+        """Return the rows as texts, in the largest unit up to MiB of which some row, the totals apart, has one."""
         rows = self.rows[:-1] if self.sums and len(self.rows) > 1 else self.rows
         largest = max([cell.nbytes for row in rows for cell in row if isinstance(cell, Bytes)], default=0)
-        unit = next((unit for unit in UNITS if largest >= unit), 1)
+        unit = ByteUnit.of(min(largest, 2**30 - 1))
         return [[cell.text(unit) if isinstance(cell, Bytes) else cell for cell in row] for row in self.rows]
 
 

@@ -64,7 +64,7 @@ class BySchedule:
         """Do nothing: nothing is measured."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
+        """Return what is known of whole steps, as fields of `Report`: nothing."""
         return {}
 
     def costs(self) -> Any:
@@ -277,7 +277,7 @@ class Finder:
         ]
         self._skipped = without
         stretches = list(_stretches(sequence))
-        latest = LatestPass.of(done, sequence, None)
+        latest = LatestPass.of(done, sequence)
         chosen = self._choose(sequence, stretches, latest)
         dropped = [followed for followed in self._groups if followed.name not in chosen]
         for followed in dropped:

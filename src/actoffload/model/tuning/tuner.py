@@ -167,7 +167,7 @@ class Tuner:
         return chosen
 
     def facts(self) -> dict[str, Any]:
-        """Return what was measured of whole passes, as fields of `StepFacts`."""
+        """Return what was measured of whole passes, as fields of `Report`."""
         return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
 
     # One pass
@@ -261,6 +261,8 @@ class Tuner:
         if failed > self._failed and limit is not None and self._ranks.lockstep is None:
             self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
+            less = f"plans leave {size(self._short)} of it from here on"
+            logger.warning("The device ran out of memory with the plan of %s: %s.", self._title, less)
         self._failed = failed
 
     # Stages
