@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.planner import OperatorCost, Variant, plan_pipeline, variants
+from actoffload.planner import Variant, plan_pipeline
 from actoffload.planner.pipeline_choices import Knobs, RankChoices
 from actoffload.planner.pipeline_placement import place_rank
 from actoffload.planner.pipeline_profile import RankProfile
@@ -279,11 +279,8 @@ def recomputable() -> tuple[Variant, ...]:
     """Return the ways to run a group of which a matrix product saves half and a cheap operator the other half."""
     plain = replace(GROUP, saved=(Saved(128 * MIB, 0.5, 0.5), Saved(128 * MIB)))
     half = replace(plain, saved=plain.saved[:1], backward=0.0205)
-    operators = (
-        OperatorCost("aten.mm.default#0", 0.008, (128 * MIB,), costly=True),
-        OperatorCost("aten.gelu.default#0", 0.0005, (128 * MIB,), reads=(0,)),
-    )
-    return variants(plain, half, operators)
+    least = replace(plain, saved=(), backward=0.0285, backward_temporary=128 * MIB)
+    return Variant(plain), Variant(half, ("aten.mm.default#0",)), Variant(least, ())
 
 
 def test_recomputation_only_where_a_budget_needs_it() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, variants, worth_saving
-from actoffload.planner.variants import less_worth_saving, seconds_again, within
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed
+from actoffload.planner.variants import seconds_again, within
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 GIB = 2**30
@@ -168,34 +168,18 @@ OPERATORS = (
 )
 
 
-def test_outputs_that_take_much_time_for_their_bytes_are_worth_saving():
-    assert [of.name for of in worth_saving(OPERATORS)] == ["attention#0", "mm#0", "mm#1", "mm#2"]
-    assert worth_saving((OperatorCost("mul#0", 0.5, (8,)), OperatorCost("gelu#0", 0.6, (8,)))) == ()
-    (known,) = worth_saving((OperatorCost("mul#0", 0.5, (8,)), OperatorCost("mm#0", 0.6, (8,), costly=True)))
-    assert known.name == "mm#0"
-    assert worth_saving(()) == ()
-
-
-def test_other_outputs_are_saved_by_the_time_that_each_byte_saves():
-    """What saves nothing, because it runs again anyway, is left out."""
-    operators = (*OPERATORS, OperatorCost("cast#0", 0.2, ()), OperatorCost("dropped#0", 0.1, (8,), needed=False))
-    assert [of.name for of in less_worth_saving(operators)] == ["mul#0", "gelu#0"]
-    assert less_worth_saving(()) == ()
-
-
 def test_an_output_is_worth_what_it_makes_unnecessary():
     """The rotated queries rather than the projection; the statistics of a norm rather than the norm."""
     operators = (
         OperatorCost("square#0", 1.0, (8,), needed=False),
         OperatorCost("mean#0", 1.0, (1,), reads=(0,), needed=False),
         OperatorCost("norm#0", 1.0, (8,), reads=(1,)),
-        OperatorCost("mm#0", 6.0, (8,), costly=True, reads=(2,), needed=False),
+        OperatorCost("mm#0", 6.0, (8,), reads=(2,), needed=False),
         OperatorCost("rotated#0", 2.0, (8,), reads=(3,)),
-        OperatorCost("mm#1", 6.0, (8,), costly=True, reads=(2,)),
+        OperatorCost("mm#1", 6.0, (8,), reads=(2,)),
         OperatorCost("gelu#0", 1.0, (8,), reads=(5,)),
         OperatorCost("last#0", 9.0, (8,), reads=(6,), needed=False),
     )
-    assert [of.name for of in worth_saving(operators)] == ["mean#0", "rotated#0", "mm#1"]
     assert seconds_again(operators, ()) == 18.0
     assert seconds_again(operators, {"mean#0"}) == 16.0
     assert seconds_again(operators, {"mean#0", "rotated#0"}) == 8.0
@@ -212,58 +196,6 @@ def test_of_the_plans_with_about_the_smallest_peak_it_is_the_fastest():
     assert len(plan.recomputed) == 7
     assert GIB < plan.peak_bytes <= 1.005 * GIB
     assert "smallest peak" in plan.because
-
-
-def test_memory_is_that_of_whole_recomputation_or_of_saved_products_whichever_is_more():
-    costly = worth_saving(OPERATORS)
-    plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
-    dense = LayerCost(41.0, 82.0, tuple(Saved(of.nbytes, 0.5, 0.5) for of in costly), backward_temporary=30)
-    for temporary, want in (50, [30, 30, 46, 54, 62, 50]), (80, [30, 30, 56, 64, 72, 80]):
-        whole = LayerCost(42.0, 120.0, backward_temporary=temporary, host_forward=3.0)
-        _, *found = variants(plain, dense, OPERATORS, whole)
-        assert [variant.cost.backward_temporary for variant in found] == want
-        assert found[-1].cost.backward == 120.0
-        assert found[-1].cost.host_forward == 3.0
-
-
-def test_the_host_does_no_more_than_a_forward_and_a_backward_in_a_recomputed_backward():
-    """While everything is offloaded it waits for copies there."""
-    plain = replace(LayerCost.even(64, forward=40.0, backward=80.0), host_forward=3.0, host_backward=5.0)
-    for waited, products_saved, nothing_saved in (90.0, 12.0, 9.0), (8.0, 8.0, 8.0):
-        dense = LayerCost(41.0, 82.0, (Saved(8),), host_forward=7.0, host_backward=waited)
-        whole = LayerCost(42.0, 120.0, host_forward=4.0, host_backward=waited)
-        _, *found, last = variants(plain, dense, OPERATORS, whole)
-        assert {variant.cost.host_backward for variant in found} == {products_saved}
-        assert last.cost.host_backward == nothing_saved
-
-
-def test_no_way_to_recompute_is_faster_than_none():
-    """Operators that are timed one by one seem slower than they are together."""
-    plain = LayerCost.even(64, forward=40.0, backward=81.9)
-    dense = LayerCost(41.0, 82.0, (Saved(8),))
-    assert min(variant.cost.backward for variant in variants(plain, dense, OPERATORS)) == plain.backward
-
-
-def test_variants_save_less_and_less_and_run_as_much_more_again():
-    costly = worth_saving(OPERATORS)
-    plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
-    recomputed = LayerCost(41.0, 82.0, (*(Saved(of.nbytes, 0.5, 0.5) for of in costly), Saved(4)))
-    found = variants(plain, recomputed, OPERATORS)
-    assert [variant.saves for variant in found] == [
-        None,
-        ("attention#0", "mm#0", "mm#1", "mm#2", "mul#0"),
-        ("attention#0", "mm#0", "mm#1", "mm#2"),
-        ("attention#0", "mm#0", "mm#1"),
-        ("attention#0", "mm#0"),
-        ("attention#0",),
-        (),
-    ]
-    assert [variant.cost.nbytes for variant in found] == [64, 52, 44, 28, 20, 12, 4]
-    assert [variant.cost.backward for variant in found] == [80.0, 81.5, 82.0, 94.0, 100.0, 106.0, 118.0]
-    assert [variant.cost.forward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
-    assert [variant.cost.backward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
-    assert [variant.cost.forward for variant in found] == [40.0] * 7
-    assert all(0 <= each.needed_at <= 1 for variant in found for each in variant.cost.saved)
 
 
 def test_operators_timed_one_by_one_take_no_longer_than_all_of_them():

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..device.base import Backend
 from ..planner import OperatorCost
-from ..replay import COSTLY, Program, Weight
+from ..replay import Program, Weight
 
 __all__ = ["OperatorTimes"]
 
@@ -70,7 +70,6 @@ class OperatorTimes:
                         step.node.name,
                         max(seconds, 0.0),
                         sizes,
-                        costly=step.node.operator in COSTLY,
                         reads=tuple(sorted(place[maker] for maker in makers if maker in place)),
                         needed=any(value in program.dropped for _, value in step.made),
                         returned=sum(program.trace.values[value].nbytes for value in returned),

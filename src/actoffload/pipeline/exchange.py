@@ -273,10 +273,6 @@ class Exchange:
     def _gather(self, value: T) -> list[T]:
         return gather(value, self.group) if default_store is None else self._pipeline.gather(value)
 
-    def of_first(self, value: T) -> T:
-        """Return the value of the first of the ranks that run the same stages."""
-        return self._copies.gather(value)[0]
-
     def leave(self) -> None:
         """Take no further part, and let the others not wait."""
         self._pipeline.leave()

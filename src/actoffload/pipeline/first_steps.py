@@ -6,10 +6,9 @@ That step shows the order of the computations, what each group saves, and what t
 time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
 
-Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
-offload everything.  In the first one the first microbatch of each group is watched, and the operators of the second one
-are timed.  In the others the outputs are saved that are worth it, and the last one is measured.  All ranks run them,
-because they know the plans of all.
+Where a rank cannot keep within its memory at no cost, and groups may be recomputed, two more steps recompute and
+offload everything.  In the first one the programs of the groups are proven, and their operators timed; the second one
+is measured.  All ranks run them, because they know the plans of all.
 
 A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
 plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
@@ -19,19 +18,17 @@ that, because most of the memory is allocated in it.  Where a rank has no room f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..device.base import Backend, usable
 from ..model.operator_costs import OperatorTimes
 from ..model.tuning.group_costs import measured_link
-from ..planner import OperatorCost, Variant, variants
+from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import within
-from ..planner.variants import worth_saving as outputs_worth_saving
 from ..replay import policy_for, saving
-from ..schedule.costs import Link
-from ..schedule.pipeline import Computation, StageCost, Step
+from ..schedule.costs import LayerCost, Link
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .costs import even_costs, measured_costs
@@ -43,7 +40,7 @@ from .steering import has_grown
 __all__ = ["FirstSteps"]
 
 TIMED_STEPS = 3
-AGAIN_STEPS = 3
+AGAIN_STEPS = 2
 TRIAL_STEPS = 5
 TIMED_TRIALS = 2  # steps of a trial that are timed alike, of which the faster one counts: one may be slow by chance
 
@@ -55,15 +52,14 @@ class FirstSteps:
         self._stages, self._conductor, self._budget = stages, conductor, budget
         self._backend: Backend = conductor.engine.backend
         self.steps = TIMED_STEPS if self._backend.times else 1
-        self.of_first: Callable[[Any], Any] = lambda value: value  # see [Note: replicas]
         self._copies: StepMeter | None = None  # of a step that offloaded everything
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
         self._bare = False
         self.other_bytes = 0  # of device memory, beside saved tensors
         self._plain: Measured | None = None  # what was measured without recomputation
+        self._operators: dict[int, OperatorTimes] = {}  # by stage: of its groups
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
-        self._operators: dict[int, list[tuple[OperatorCost, ...]]] = {}  # by stage and group
         self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self.trying = False  # a plan
@@ -79,9 +75,9 @@ class FirstSteps:
             self._begin_trial(number)
             return
         if self._plain is not None and number < self.steps:
-            if number == self.steps - 1:
-                self._save_what_is_worth_it()
             return
+        for stage in self._stages:
+            stage.steering.operators = None  # a step in which operators are timed takes longer
         bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
         bare = bare and all(of.steering.known for of in self._stages)
         self._backend.allocated()  # resets the peak
@@ -244,26 +240,8 @@ class FirstSteps:
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
-            of.steering.recompute({name: policy_for("auto") for name in of.steering.names})
-            of.steering.operators = OperatorTimes(self._backend)
-
-    def _save_what_is_worth_it(self) -> None:
-        """Save the outputs of the operators whose time, as measured in the step before, is worth their bytes."""
-        assert self._plain is not None
-        self._backend.synchronize(self._backend.current_device())
-        for of in self._stages:
-            times, of.steering.operators = of.steering.operators, None
-            names, groups = self._plain.names[of.index], self._plain.costs[of.index].groups
-            ran = {name: key.group for name, key in zip(of.steering.names, of.steering.order, strict=True)}
-            costs = {ran[name]: cost for name, cost in zip(names, groups, strict=True) if name in ran}
-            timed = {} if times is None else times.costs()
-            found = {group: within(each, costs[group].forward) for group, each in timed.items() if group in costs}
-            self._operators[of.index] = [found.get(ran.get(name, -1), ()) for name in names]
-        self._operators = self.of_first(self._operators)
-        for of in self._stages:
-            saves = (tuple(each.name for each in outputs_worth_saving(group)) for group in self._operators[of.index])
-            named = zip(self._plain.names[of.index], saves, strict=True)
-            of.steering.recompute({name: saving(outputs) for name, outputs in named})
+            of.steering.recompute(dict.fromkeys(of.steering.names, policy_for(True)))
+            self._operators[of.index] = of.steering.operators = OperatorTimes(self._backend)
 
     def settle(self, plan: PipelinePlan) -> None:
         """Recompute what a plan says from the next step on."""
@@ -282,15 +260,15 @@ class FirstSteps:
         """Return the ways to run each group, the first one without recomputation."""
         assert self._plain is not None
         again: dict[int, list[tuple[Variant, ...]]] = {}
-        for stage, cost in found.costs.items():
-            groups = zip(self._plain.costs[stage].groups, cost.groups, self._operators[stage], strict=True)
-            again[stage] = []
-            for k, (plain, own, operators) in enumerate(groups):
-                less = plain.nbytes - own.nbytes
-                recomputed = replace(own, backward_temporary=max(less, 0))
-                ways = variants(plain, recomputed, operators) if less > 0 else (Variant(plain),)
-                late = cost.splits[k].kept if cost.splits else None
-                again[stage].append((ways[0], *(_at_once(way, late) for way in ways[1:])))
+        for stage in self._stages:
+            operators = self._operators[stage.index].costs()
+            ran = {name: key.group for name, key in zip(stage.steering.names, stage.steering.order, strict=True)}
+            plain, whole = self._plain.costs[stage.index], found.costs[stage.index]
+            splits = whole.splits or (None,) * len(whole.groups)
+            groups = zip(found.names[stage.index], plain.groups, whole.groups, splits, strict=True)
+            again[stage.index] = [
+                _ways(before, cost, operators.get(ran[name], ()), split) for name, before, cost, split in groups
+            ]
         return again
 
     def _link(self) -> Link | None:
@@ -329,7 +307,20 @@ def _larger(way: Variant, factor: float) -> Variant:
     return replace(way, cost=way.cost.with_bytes(factor), read_again=again)
 
 
-def _at_once(way: Variant, read_again: int | None) -> Variant:
-    """Return a way whose saved tensors are needed where backward comes to the group, which recomputes from them."""
-    saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-    return replace(way, cost=replace(way.cost, saved=saved), read_again=read_again)
+def _ways(
+    plain: LayerCost, whole: LayerCost, operators: Sequence[OperatorCost], split: SplitCost | None
+) -> tuple[Variant, ...]:
+    """Return the ways to run a group: without recomputation, and those that follow from recomputing all of it.
+
+    Backward comes to a recomputed group with all that it saves, from which it recomputes.
+    """
+    less = plain.nbytes - whole.nbytes
+    if less <= 0:
+        return (Variant(plain),)
+    whole = replace(whole, backward_temporary=less)
+    _, *ways = replay_ways(whole, within(operators, plain.forward)) if operators else (None, Variant(whole, ()))
+    found, kept = [Variant(plain)], None if split is None else split.kept
+    for way in ways:
+        saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+        found.append(replace(way, cost=replace(way.cost, saved=saved), read_again=kept))
+    return tuple(found)

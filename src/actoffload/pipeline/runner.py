@@ -144,7 +144,6 @@ class Runner:
 
     def _meet(self) -> None:
         """Find the ranks that run the same stages, and compare the arguments of all."""
-        self._script.of_first = self._exchange.of_first
         wrong = disagreement(self._exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
         if wrong:
             self.remove()

@@ -5,7 +5,7 @@ from .group_plan import Choice, GroupPlan
 from .pipeline_search import plan_pipeline
 from .recomputation import choose_recomputed
 from .search import choose
-from .variants import OperatorCost, Variant, replay_ways, variants, worth_saving
+from .variants import OperatorCost, Variant, replay_ways
 
 __all__ = [
     "Choice",
@@ -17,6 +17,4 @@ __all__ = [
     "frontier",
     "plan_pipeline",
     "replay_ways",
-    "variants",
-    "worth_saving",
 ]

@@ -31,7 +31,6 @@ from ...planner import (
     choose_recomputed,
     frontier,
     replay_ways,
-    variants,
 )
 from ...planner.variants import within
 from ...replay import Policy
@@ -246,7 +245,9 @@ class Script:
             elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
                 forward, backward = cost.gap_forward, cost.gap_backward
                 own = replace(own, other_bytes=cost.other_bytes, gap_forward=forward, gap_backward=backward)
-                found.append(variants(own, cost))
+                host = min(cost.host_backward, own.host_backward + cost.host_forward)
+                again = replace(cost, forward=own.forward, host_backward=host)
+                found.append((Variant(own), Variant(again, ())))
             else:
                 found.append((Variant(cost),))
         return found
