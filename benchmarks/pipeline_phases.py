@@ -27,9 +27,9 @@ from actoffload.engine.statistics import TimelineRecorder
 from actoffload.measure import MemoryMeter
 from actoffload.pipeline.exchange import Measured
 from actoffload.pipeline.planning import slowest, variants_of
-from actoffload.planner.pipeline_recomputation import recomputed, ways_of
+from actoffload.planner.variants import recomputed, ways_of
 from actoffload.schedule import Computation, Kind, Link, PipelinePlan, StageCost, simulate_pipeline
-from actoffload.schedule.pipeline_results import RankSimulation
+from actoffload.schedule.pipeline_simulation import RankSimulation
 
 __all__ = ["Pipeline"]
 

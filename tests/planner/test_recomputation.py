@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import choose_plain
 
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
 from actoffload.planner.variants import seconds_again, within
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
@@ -25,10 +26,6 @@ def groups(count: int, part: float = 0.25, again: float = 0.5) -> list[tuple[Var
     less = LayerCost.even(int(GIB * part), forward=0.010, backward=0.020 + 0.010 * again)
     least = LayerCost.even(GIB // 32, forward=0.010, backward=0.020 + 0.010)
     return [(Variant(plain), Variant(less, ("mm#0",)), Variant(least, ()))] * count
-
-
-def plain(of: list[tuple[Variant, ...]]) -> list[LayerCost]:
-    return [group[0].cost for group in of]
 
 
 def names(count: int) -> list[str]:
@@ -49,7 +46,7 @@ def exhaustive(of, link, limit) -> float:
     for chosen in sorted(ways, key=compute_seconds):
         if compute_seconds(chosen) >= best:
             break
-        plan = choose(names(len(of)), [variant.cost for variant in chosen], link, limit=limit)
+        plan = choose_plain([variant.cost for variant in chosen], link, limit=limit)
         if plan.peak_bytes <= limit:
             best = min(best, plan.seconds)
     return best
@@ -59,10 +56,10 @@ def exhaustive(of, link, limit) -> float:
 @pytest.mark.parametrize("again", [0.3, 0.8])
 def test_near_the_best_of_all(rate, again):
     of, link = groups(6, again=again), Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(6), of, link, limit=0).peak_bytes
+    smallest = choose(names(6), of, link, limit=0).peak_bytes
     for k in range(6):
         limit = smallest + (6 * GIB - smallest) * k // 5
-        plan = choose_recomputed(names(6), of, link, limit=limit)
+        plan = choose(names(6), of, link, limit=limit)
         assert plan.peak_bytes <= limit
         assert plan.seconds <= 1.03 * exhaustive(of, link, limit)
 
@@ -80,10 +77,10 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
     less = [LayerCost(1.0, 2.0 + again, (Saved(round(size * part)),) if round(size * part) else ()) for size in sizes]
     of = [(Variant(one), Variant(two, ("mm#0",))) for one, two in zip(layers, less, strict=True)]
     link = Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(len(sizes)), of, link, limit=0)
+    smallest = choose(names(len(sizes)), of, link, limit=0)
     limit = smallest.peak_bytes + more
-    plan = choose_recomputed(names(len(sizes)), of, link, limit=limit)
-    without = choose(names(len(sizes)), layers, link, limit=limit)
+    plan = choose(names(len(sizes)), of, link, limit=limit)
+    without = choose_plain(layers, link, limit=limit)
     assert plan.peak_bytes <= limit
     if without.peak_bytes <= limit:
         assert plan.seconds <= without.seconds * (1 + 1e-9)
@@ -95,21 +92,21 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
 def test_nothing_is_recomputed_without_need():
     of, link = groups(8), Link(d2h=5e10, h2d=5e10)
     for limit in (None, 8 * GIB):
-        plan = choose_recomputed(names(8), of, link, limit=limit)
-        assert plan == choose(names(8), plain(of), link, limit=limit)
+        plan = choose(names(8), of, link, limit=limit)
+        assert plan.offloaded == ()
         assert plan.recomputed == ()
 
 
 def test_groups_that_may_not_be_recomputed():
     of = [group[: 1 if k % 2 else 3] for k, group in enumerate(groups(8))]
-    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
     assert plan.recomputed
     assert not any(k % 2 for k in plan.recomputed)
 
 
 def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     of = groups(8)
-    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
     less = [GIB - next(one.cost for one in of[0] if one.saves == saves).nbytes for saves in plan.saves]
     assert plan.recomputed_nbytes == tuple(less)
     assert plan.recompute_seconds == pytest.approx(
@@ -144,9 +141,7 @@ def test_planning_128_groups_takes_at_most_200_ms(rate):
         for _ in range(3):
             plans = []
             taken = processor_seconds(
-                lambda limit=limit, plans=plans: plans.append(
-                    choose_recomputed(names(128), of, link, limit=limit * GIB)
-                )
+                lambda limit=limit, plans=plans: plans.append(choose(names(128), of, link, limit=limit * GIB))
             )
             simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
             rounds.append((taken, 6 * simulated))
@@ -192,7 +187,7 @@ def test_of_the_plans_with_about_the_smallest_peak_it_is_the_fastest():
     again = LayerCost.even(GIB // 100, forward=0.010, backward=0.030)
     again = replace(again, backward_temporary=GIB - GIB // 100 + GIB // 1000)
     group = Variant(plain), Variant(again, ())
-    plan = choose_recomputed(names(8), [group] * 8, Link(1e10, 1e10), limit=GIB // 2)
+    plan = choose(names(8), [group] * 8, Link(1e10, 1e10), limit=GIB // 2)
     assert len(plan.recomputed) == 7
     assert GIB < plan.peak_bytes <= 1.005 * GIB
     assert "smallest peak" in plan.because

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..planner import Variant, plan_pipeline
-from ..planner.pipeline_recomputation import recomputed, ways_of
+from ..planner.variants import recomputed, ways_of
 from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.pipeline_simulation import simulate_pipeline

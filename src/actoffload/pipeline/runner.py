@@ -16,8 +16,7 @@ from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
 from ..model.tuning.board import LostRankError
-from ..schedule.pipeline import Computation, Step
-from ..schedule.pipeline_orders import read_order
+from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Exchange, Measured, Settings, agreed, disagreement

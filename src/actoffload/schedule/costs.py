@@ -183,6 +183,16 @@ class Link:
                 check_fits("bytes per second, more than 0", lambda value: value > 0, **{name: value})
         check_seconds(latency=self.latency)
 
+    def end(self, start: float, seconds: float, busy: float, *, back: bool) -> float:
+        """Return when copies end that take some seconds alone, while the other direction is busy until a time."""
+        own, other = (self.h2d, self.d2h) if back else (self.d2h, self.h2d)
+        if busy <= start or self.both is None or self.both >= own + other:
+            return start + seconds
+        rest, together = max(self.both - other, 0.0) / own, busy - start
+        if rest and seconds <= rest * together:
+            return start + seconds / rest
+        return start + together + (seconds - rest * together)
+
 
 def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
     """Return the seconds of the copies to the host, and from the start of forward until they are done."""

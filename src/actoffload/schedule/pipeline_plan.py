@@ -15,16 +15,17 @@ from typing import Any
 from tabulate import SEPARATING_LINE, tabulate
 
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
-from .plan import Do
-from .plan_file import PlanFile, number, optional_number
+from .plan import Do, PlanFile, number, optional_number
 from .timeline import mebibytes, milliseconds
 
-__all__ = ["Call", "PipelinePlan", "actions_at"]
+__all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
 
 FILE = PlanFile("pipeline plan", 1, "plan.save(path)")
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
+Actions = dict[int, dict[int, tuple[ChunkAction, ...]]]
+"""Actions by step and position."""
 NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
 WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
 
@@ -92,7 +93,7 @@ class PipelinePlan:
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
     because: str = ""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = field(init=False, repr=False, compare=False)
+    actions: Actions = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +197,7 @@ class PipelinePlan:
                 return f"{self.order[moment.step]} has no position {moment.position}"
         return ""
 
-    def _by_moment(self) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+    def _by_moment(self) -> Actions:
         """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
@@ -280,9 +281,9 @@ class PipelinePlan:
         return FILE.read(path, _read)
 
 
-def actions_at(calls: Iterable[Call]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+def actions_at(calls: Iterable[Call]) -> Actions:
     """Return actions by step and position, in order."""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
+    actions: Actions = {}
     for (step, position), kind, _, chunk in sorted(calls):
         of = actions.setdefault(step, {})
         of[position] = (*of.get(position, ()), ChunkAction(KINDS[kind], chunk))

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..._warnings import warn
-from ...planner import GroupPlan, OperatorCost, Variant, choose_recomputed, frontier
+from ...planner import GroupPlan, OperatorCost, Variant, choose, frontier
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.plan import Action, Do, Event, Plan, When
 from .board import Board, LostRankError
@@ -40,7 +40,7 @@ class Decision:
 
 
 register(Decision, Findings, Peak, Room, Stage, GroupPlan, Plan, Event, When, Action, Do)
-register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose_recomputed, frontier))
+register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose, frontier))
 
 
 class Lockstep:

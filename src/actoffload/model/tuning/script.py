@@ -28,7 +28,7 @@ from ...planner import (
     GroupPlan,
     OperatorCost,
     Variant,
-    choose_recomputed,
+    choose,
     frontier,
     replay_ways,
 )
@@ -205,9 +205,7 @@ class Script:
             found.limit = max(found.limit - lean.waiting * max(more, 0), 0)
         kept = simulate(Plan(len(names)), [group[0].cost for group in ways], link or NO_LINK)
         found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
-        found.choose = partial(
-            choose_recomputed, *costs, limit=found.limit, tolerance=0.0, without_bytes=found.bare.nbytes, **known
-        )
+        found.choose = partial(choose, *costs, limit=found.limit, without_bytes=found.bare.nbytes, **known)
         found.search_frontier = partial(frontier, *costs, **known)
         if found.limit is None or found.bare.nbytes <= found.limit:
             nbytes = tuple(group[0].cost.nbytes for group in ways)
