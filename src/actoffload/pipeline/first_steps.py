@@ -31,9 +31,8 @@ from ..schedule.costs import LayerCost, Link
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
-from .costs import even_costs, measured_costs
 from .exchange import Measured, Tried
-from .metering import StepMeter
+from .metering import StepMeter, even_costs, measured_costs
 from .stages import RankStage
 from .steering import has_grown
 

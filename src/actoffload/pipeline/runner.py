@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
 from ..engine import eligibility
 from ..engine.layer import tensors_in
@@ -21,11 +20,10 @@ from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Exchange, Measured, Settings, agreed, disagreement
 from .first_steps import FirstSteps
-from .follow import unfollow
-from .planning import Limits, costs_time, decision, plans_of
+from .follow import actions_of, runs_backward, unfollow
+from .planning import Limits, Plans, Trials, costs_time, decision, plans_of
 from .report import PipelineReport
 from .stages import RankStage, replicas_of
-from .trials import Plans, Trials
 
 __all__ = ["Runner"]
 
@@ -82,9 +80,8 @@ class Runner:
         self._measured: list[Measured] = []  # of all ranks, when they planned
         self._trials: Trials | None = None  # of the plans that were made then
         self._measured_again = 0  # times that recomputation was measured
-        self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
+        self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
-        self._expected: int | None = None  # peak of saved tensors in the plan of this rank
         self._peak = 0  # the same in the latest step in which all groups were followed
         self.number = 0  # of steps with backward that began
         self.installed = True
@@ -162,7 +159,7 @@ class Runner:
         trials = Trials(measured, self._limits)
         # All ranks decide by what all of them know; where groups come and go, what was measured is of no use.
         wanted = self._limits.may_recompute and any(each.again is None for each in measured)
-        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, trials.plans.of_ranks):
+        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, trials.plans):
             self._measured_again += 1
             self._script.again(self._mine, self.number)
             return
@@ -217,7 +214,7 @@ class Runner:
         self._measured = [mine if each.rank == self.rank else each for each in self._measured]
         microbatches = {step.microbatch for step in mine.order}
         try:
-            found = Plans(*plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits))
+            found = plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits)
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
             return
@@ -225,12 +222,12 @@ class Runner:
 
     def _follow(self, plans: Plans) -> None:
         """Follow the plan of this rank."""
-        self.plans = plans.of_ranks
+        self.plans = plans
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
         self._script.settle(found)
         self.conductor.scoped = False
-        self.because, self._expected = found.because, plans.peaks[self.plans.index(found)]
+        self.because = found.because
 
     @property
     def group(self) -> Any:
@@ -276,7 +273,7 @@ class Runner:
             saved_bytes=sum(saved[stage] for stage in forwards),
             offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
             peak_bytes=self._peak_bytes(statistics),
-            expected_bytes=self._expected,
+            expected_bytes=None if plan is None else plan.saved_peak_bytes,
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,
             host_bytes=statistics.host_bytes,

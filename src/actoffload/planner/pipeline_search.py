@@ -403,6 +403,7 @@ class _Search:
                 seconds=seconds,
                 baseline_seconds=self.baseline_seconds,
                 peak_bytes=ranks[number].device_peak_bytes,
+                saved_peak_bytes=ranks[number].peak_bytes,
                 because=because,
             )
             for number, (placement, because) in enumerate(found)

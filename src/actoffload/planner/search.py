@@ -335,7 +335,7 @@ class _Search:
             temperature = step_seconds * HOT * (COLD / HOT) ** (k / tries)
             other = _changed(now, counts, rng)
             then = cost(other)
-            if then <= seconds or rng.random() < math.exp((seconds - then) / temperature):
+            if then <= seconds or (temperature and rng.random() < math.exp((seconds - then) / temperature)):
                 now, seconds = other, then
         fitting = [choice for choice, (_, fits) in known.items() if fits]
         return sorted(fitting, key=cost)[:FINAL]

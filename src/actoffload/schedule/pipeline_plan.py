@@ -27,7 +27,7 @@ Call = tuple[Moment, int, Moment, Chunk]
 Actions = dict[int, dict[int, tuple[ChunkAction, ...]]]
 """Actions by step and position."""
 NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
-WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
+WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "saved_peak_bytes", "because"  # as they are
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class PipelinePlan:
         are saved.  Stages that are not named are not recomputed.
     seconds, baseline_seconds : float, optional
         Expected time of a step of the schedule, and without offloading.
-    peak_bytes : int, optional
-        Expected peak of device memory of this rank.
+    peak_bytes, saved_peak_bytes : int, optional
+        Expected peak of device memory of this rank, and of saved tensors alone.
     because : str
         One sentence on why this plan was chosen; may be empty.
 
@@ -92,6 +92,7 @@ class PipelinePlan:
     seconds: float | None = None
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
+    saved_peak_bytes: int | None = None
     because: str = ""
     actions: Actions = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
@@ -214,7 +215,7 @@ class PipelinePlan:
     def __str__(self) -> str:
         rows, total = [], [0, 0]
         for stage, names in self.names.items():
-            microbatches = sum(of == stage for of, _ in self._uses)
+            microbatches = sum(own == stage for own, _ in self._uses)
             nbytes, saves = self.nbytes.get(stage) or (0,) * len(names), self.saves.get(stage, ())
             for group, name in enumerate(names):
                 number = sum(chunk.stage == stage and chunk.group == group for chunk in self.transfers)
@@ -285,8 +286,8 @@ def actions_at(calls: Iterable[Call]) -> Actions:
     """Return actions by step and position, in order."""
     actions: Actions = {}
     for (step, position), kind, _, chunk in sorted(calls):
-        of = actions.setdefault(step, {})
-        of[position] = (*of.get(position, ()), ChunkAction(KINDS[kind], chunk))
+        at_step = actions.setdefault(step, {})
+        at_step[position] = (*at_step.get(position, ()), ChunkAction(KINDS[kind], chunk))
     return actions
 
 
@@ -313,12 +314,13 @@ def _read(content: dict[str, Any]) -> PipelinePlan:
         splits={stage: split is True for stage, (_, split, *_) in stages.items()},
         nbytes={stage: tuple(map(number, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
         saves={
-            stage: tuple(None if of is None else tuple(map(str, of)) for of in saves)
+            stage: tuple(None if names is None else tuple(map(str, names)) for names in saves)
             for stage, (*_, saves) in stages.items()
             if saves is not None
         },
         seconds=optional_number(content["seconds"], int, float),
         baseline_seconds=optional_number(content["baseline_seconds"], int, float),
         peak_bytes=optional_number(content["peak_bytes"]),
+        saved_peak_bytes=optional_number(content["saved_peak_bytes"]),
         because=str(content["because"]),
     )

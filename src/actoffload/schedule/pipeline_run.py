@@ -325,7 +325,7 @@ class RankRun:
                 self.saved_peak = self.saved
             if self.saved + self.other > self.peak:
                 self.peak = self.saved + self.other
-        if self.record:
+        if self.record and nbytes:
             self.resident.append((self.compute, self.saved))
 
     # What is recorded

@@ -55,10 +55,7 @@ class RankSimulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Spans of compute, copies and stalls, whose `layer` is the microbatch; and the resident bytes.
-
-        Compute in which nothing moves is one span for each computation, otherwise one for each group.
-        """
+        """Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes."""
         return self.record().timeline()
 
 
