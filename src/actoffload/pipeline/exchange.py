@@ -247,10 +247,10 @@ class Exchange:
         """
         try:
             own = self._gather((settings, tuple(replicas)))
-            if len({len(of) for _, of in own}) == 1:
+            if len({len(copies) for _, copies in own}) == 1:
                 self.replicas = tuple(replicas)
                 self._copies = self._line("stage", replicas)
-            return [each for of in self._copies.gather([settings for settings, _ in own]) for each in of]
+            return [each for ranks in self._copies.gather([settings for settings, _ in own]) for each in ranks]
         except RefusedError as error:
             self._refuse(error.settings, self._line("stage", replicas))  # the other pipelines wait for this one
             return [error.settings]

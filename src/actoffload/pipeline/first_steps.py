@@ -78,7 +78,7 @@ class FirstSteps:
         for stage in self._stages:
             stage.steering.operators = None  # a step in which operators are timed takes longer
         bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
-        bare = bare and all(of.steering.known for of in self._stages)
+        bare = bare and self._known
         self._backend.allocated()  # resets the peak
         with self._conductor.engine.lock:
             self._conductor.engine.counters.reset()
@@ -151,9 +151,9 @@ class FirstSteps:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
         limit = self._backend.memory_limit()
         if limit is not None:
-            limit = usable(limit, max((n for of in self._stages for g in of.steering.saved for _, n in g), default=0))
-        known = [of for of in (limit, self._budget) if of is not None]
-        return min(known, default=None)
+            groups = (group for stage in self._stages for group in stage.steering.saved)
+            limit = usable(limit, max((nbytes for group in groups for _, nbytes in group), default=0))
+        return min((each for each in (limit, self._budget) if each is not None), default=None)
 
     def _fits_bare(self) -> bool:
         """Return whether a step without offloading fits into the memory of the device."""
@@ -162,10 +162,7 @@ class FirstSteps:
 
     def _most_saved(self, order: Sequence[Step]) -> int:
         """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
-        sizes = {
-            of.index: of.steering.outside + sum(n for group in of.steering.saved for _, n in group)
-            for of in self._stages
-        }
+        sizes = {stage.index: stage.steering.outside + sum(stage.steering.sizes) for stage in self._stages}
         now = most = 0
         for step in order:
             if step.computation is Computation.FORWARD:
@@ -182,21 +179,24 @@ class FirstSteps:
         the `plan` that is followed, all groups of its stage do: what those that are recomputed would save is not seen.
         """
         learned = self._conductor.learned
-        if not learned.order or not all(of.steering.known for of in self._stages):
+        if not learned.order or not self._known:
             return None
-        names = {of.index: of.steering.names for of in self._stages}
+        names = {stage.index: stage.steering.names for stage in self._stages}
         link = self._link()
         if link is None:
             return None
         found = {}
-        for k, of in enumerate(self._stages):
-            cost = even_costs(of.index, of.steering.saved, learned, of.steering.outside, 0 if k else self.other_bytes)
+        for k, stage in enumerate(self._stages):
+            other, steering = 0 if k else self.other_bytes, stage.steering
+            cost = even_costs(stage.index, steering.saved, learned, steering.outside, other)
             if self._times is not None:
                 self._times.wait()
-                cost = measured_costs(of.index, cost, self._times)
-            found[of.index] = cost
+                cost = measured_costs(stage.index, cost, self._times)
+            found[stage.index] = cost
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
-        if self._plain is None or any(not set(names[stage]) <= set(of) for stage, of in self._plain.names.items()):
+        if self._plain is None or any(
+            not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()
+        ):
             return mine
         if self._again is None:
             if self._plain.names != names:
@@ -210,18 +210,24 @@ class FirstSteps:
             grown, growth = self._grown(stage, cost), self._growth.get(stage, 1.0)
             splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
             ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits)
-            plain[stage] = _with_boundary(ran, found[stage])
+            now = found[stage]
+            plain[stage] = replace(
+                ran,
+                boundary_bytes=now.boundary_bytes,
+                sent_forward=now.sent_forward,
+                sent_backward=now.sent_backward,
+            )
             again[stage] = [tuple(_larger(way, growth) for way in self._again[stage][k]) for k in at]
         return replace(self._plain, order=learned.order, names=names, costs=plain, again=again)
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Count by how much groups save more than in a plan."""
-        for of in self._stages:
-            if plan.names[of.index] != of.steering.names:
+        for stage in self._stages:
+            if plan.names[stage.index] != stage.steering.names:
                 continue
-            sizes = (sum(nbytes for _, nbytes in group) for group in of.steering.saved)
-            factors = (now / planned for now, planned in zip(sizes, plan.nbytes[of.index], strict=True) if planned)
-            self._growth[of.index] = self._growth.get(of.index, 1.0) * max(1.0, *factors)
+            sizes = zip(stage.steering.sizes, plan.nbytes[stage.index], strict=True)
+            factors = (now / planned for now, planned in sizes if planned)
+            self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
 
     def _grown(self, stage: int, cost: StageCost) -> StageCost:
         """Return the cost of a stage without recomputation, for what its groups save now."""
@@ -238,22 +244,26 @@ class FirstSteps:
         self._plain, self.steps = mine, number + AGAIN_STEPS - 1
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
-        for of in self._stages:
-            of.steering.recompute(dict.fromkeys(of.steering.names, policy_for(True)))
-            self._operators[of.index] = of.steering.operators = OperatorTimes(self._backend)
+        for stage in self._stages:
+            stage.steering.recompute(dict.fromkeys(stage.steering.names, policy_for(True)))
+            self._operators[stage.index] = stage.steering.operators = OperatorTimes(self._backend)
 
     def settle(self, plan: PipelinePlan) -> None:
         """Recompute what a plan says from the next step on."""
+        if self._plain is None:
+            return
         learned = self._conductor.learned
-        for of in self._stages if self._plain is not None else ():
-            saves = plan.saves.get(of.index, (None,) * len(plan.names[of.index]))
-            named = zip(plan.names[of.index], saves, strict=True)
-            of.steering.recompute({name: saving(outputs) for name, outputs in named if outputs is not None})
-            for k, (name, outputs) in enumerate(zip(plan.names[of.index], saves, strict=True)):
-                measured = self._plain.names[of.index] if self._plain is not None else ()
-                key = of.index, measured.index(name) if name in measured else -1
-                if outputs is None and key in self._used:
-                    learned.used[of.index, k] = self._used[key]
+        for stage in self._stages:
+            names, measured = plan.names[stage.index], self._plain.names[stage.index]
+            saves = plan.saves.get(stage.index, (None,) * len(names))
+            policies = {
+                name: saving(outputs) for name, outputs in zip(names, saves, strict=True) if outputs is not None
+            }
+            stage.steering.recompute(policies)
+            for k, name in enumerate(names):
+                key = stage.index, measured.index(name) if name in measured else -1
+                if name not in policies and key in self._used:
+                    learned.used[stage.index, k] = self._used[key]
 
     def _variants(self, found: Measured) -> dict[int, list[tuple[Variant, ...]]]:
         """Return the ways to run each group, the first one without recomputation."""
@@ -281,23 +291,23 @@ class FirstSteps:
 
     def outdated(self, plan: PipelinePlan, costs: Mapping[int, StageCost]) -> bool:
         """Return whether there are other groups than when a plan was made from costs, or larger tensors."""
-        for of in self._stages:
-            of.steering.grow()
-        for of in self._stages:
-            sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
-            planned = plan.nbytes.get(of.index, sizes)
+        for stage in self._stages:
+            stage.steering.grow()
+        for stage in self._stages:
+            sizes = stage.steering.sizes
+            planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
-            if plan.names[of.index] != of.steering.names or any(has_grown(*pair) for pair in known):
+            if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            if has_grown(self._conductor.learned.sent.get(of.index, 0), costs[of.index].sent_forward):
+            if has_grown(self._conductor.learned.sent.get(stage.index, 0), costs[stage.index].sent_forward):
                 return True
         return False
 
-
-def _with_boundary(cost: StageCost, of: StageCost) -> StageCost:
-    """Return a cost with the boundary and the outputs of another one."""
-    return replace(cost, boundary_bytes=of.boundary_bytes, sent_forward=of.sent_forward, sent_backward=of.sent_backward)
+    @property
+    def _known(self) -> bool:
+        """Whether the groups of the latest forwards are those whose bytes are known."""
+        return all(stage.steering.known for stage in self._stages)
 
 
 def _larger(way: Variant, factor: float) -> Variant:

@@ -107,8 +107,8 @@ class StepMeter(Meter):
         none = GroupSeconds(0.0, 0.0)
         return [
             GroupSeconds(
-                median(of.get(k, none).seconds for of in found),
-                median(of.get(k, none).gap for of in found),
+                median(spans.get(k, none).seconds for spans in found),
+                median(spans.get(k, none).gap for spans in found),
             )
             for k in range(count)
         ]
@@ -189,7 +189,7 @@ def measured_costs(stage: int, even: StageCost, meter: StepMeter) -> StageCost:
         backward = meter.groups(stage, Computation.BACKWARD_WEIGHT, count)
     if forward is None or (backward is None and halves is None):
         return even
-    whole = sum(of.seconds for of in halves) if halves else 0.0
+    whole = sum(half.seconds for half in halves) if halves else 0.0
     splits = []
     for k, split in enumerate(even.splits):
         if halves is not None and weight is not None:

@@ -21,7 +21,7 @@ from .conductor import Conductor
 from .exchange import Exchange, Measured, Settings, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import actions_of, runs_backward, unfollow
-from .planning import Limits, Plans, Trials, costs_time, decision, plans_of
+from .planning import Limits, Plans, act, after_trial, costs_time, decision, plans_of
 from .report import PipelineReport
 from .stages import RankStage, replicas_of
 
@@ -78,7 +78,6 @@ class Runner:
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
         self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
-        self._trials: Trials | None = None  # of the plans that were made then
         self._measured_again = 0  # times that recomputation was measured
         self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
@@ -129,10 +128,10 @@ class Runner:
         elif self._alone:
             return
         elif self._script.trying and self.number > self._script.steps:
-            tried = [each for of in self._exchange.gather(self._script.tried()) for each in of]
-            if self._trials is not None and all(each is not None for each in tried):
-                self._trials.add([each for each in tried if each is not None])
-                self._next_trial()
+            tried = [each for ranks in self._exchange.gather(self._script.tried()) for each in ranks]
+            known = [each for each in tried if each is not None]
+            if len(known) == len(tried):
+                self._keep(after_trial(self.plans, known, self._measured, self._limits))
         elif not self.plans and self.number > self._script.steps:
             found = agreed(self._exchange.gather(self._script.measured(self.rank)))
             if found is not None:
@@ -156,23 +155,21 @@ class Runner:
     def _decide(self, measured: list[Measured]) -> None:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
-        trials = Trials(measured, self._limits)
+        plans = plans_of(measured, self._limits)
         # All ranks decide by what all of them know; where groups come and go, what was measured is of no use.
         wanted = self._limits.may_recompute and any(each.again is None for each in measured)
-        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, trials.plans):
+        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, plans):
             self._measured_again += 1
             self._script.again(self._mine, self.number)
-            return
-        self._trials = trials
-        self._next_trial()
+        elif act(plans) and self.conductor.engine.backend.times:
+            self._follow(plans)
+            self._script.try_plan(self.number, bare=all(each.bare for each in measured))
+        else:
+            self._keep(plans)
 
-    def _next_trial(self) -> None:
-        """Follow the plans that are to be tried, or those that are kept."""
-        assert self._trials is not None
-        self._follow(self._trials.plans)
-        if not self._trials.ended and self.conductor.engine.backend.times:
-            self._script.try_plan(self.number, bare=all(each.bare for each in self._measured))
-            return
+    def _keep(self, plans: Plans) -> None:
+        """Follow the plans that are final."""
+        self._follow(plans)
         self._script.trying = False
         plan, engine = self.conductor.plan, self.conductor.engine
         if plan is not None and engine.backend.times:
@@ -244,11 +241,11 @@ class Runner:
         schedule = self._followed[-1]()
         return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
-    def _saved_bytes(self, of: RankStage) -> int:
+    def _saved_bytes(self, stage: RankStage) -> int:
         """Return what a microbatch of a stage saves; until a step has run with a new plan, what the plan expects."""
-        if of.steering.saved or self.conductor.plan is None:
-            return sum(nbytes for group in of.steering.saved for _, nbytes in group)
-        return sum(self.conductor.plan.nbytes[of.index])
+        if stage.steering.saved or self.conductor.plan is None:
+            return sum(stage.steering.sizes)
+        return sum(self.conductor.plan.nbytes[stage.index])
 
     def _peak_bytes(self, statistics: Statistics) -> int:
         """Return the highest bytes of saved tensors at a time, also where not all of them were seen."""
@@ -263,11 +260,11 @@ class Runner:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
         forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
-        saved = {of.index: self._saved_bytes(of) for of in self.stages}
-        groups = {of.index: len(of.steering.names) for of in self.stages}
+        saved = {stage.index: self._saved_bytes(stage) for stage in self.stages}
+        groups = {stage.index: len(stage.steering.names) for stage in self.stages}
         return PipelineReport(
             rank=self.rank,
-            stages=tuple(of.index for of in self.stages),
+            stages=tuple(saved),
             chunks=sum(groups[stage] for stage in forwards),
             offloaded=0 if plan is None else len(plan.transfers),
             saved_bytes=sum(saved[stage] for stage in forwards),

@@ -76,13 +76,16 @@ class RankStage:
         keep, entries = _matching(keep, lambda entry: find_kept(module, [entry]))
         self.entries |= entries
         chosen, kept, searching = _groups(module, layers, keep, title)
-        plans = GroupPlans(GroupSchedule(), [of.kind for of in chosen])
+        plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
         if searching:
-            plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
+            plans.learn([GroupKey(k) for k, group in enumerate(chosen) if group.kind == BLOCK])
         modules = [
             FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-            *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
-            *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
+            *(
+                FollowedModule(GROUP, group.name, weakref.ref(group.module), k, group.kind)
+                for k, group in enumerate(chosen)
+            ),
+            *(FollowedModule(KEPT, name, weakref.ref(module)) for name, module in kept),
         ]
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
 
@@ -134,7 +137,7 @@ def _groups(
     if default and not searching:
         chosen = choose(module, [..., *others] if others else None, alone=True)
     elif default:
-        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+        chosen = candidates(module, choose(module, others) if others else (), [module for _, module in kept])
     else:
         chosen = choose(module, others)
     if not chosen:
@@ -142,7 +145,7 @@ def _groups(
             f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one "
             "layer on each stage."
         )
-    both = {name for name, _ in kept} & {of.name for of in chosen}
+    both = {name for name, _ in kept} & {group.name for group in chosen}
     if both:
         raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     return chosen, kept, searching

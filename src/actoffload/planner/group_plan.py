@@ -216,7 +216,7 @@ def _read(content: dict[str, Any]) -> GroupPlan:
         because=because,
         recomputed_nbytes=tuple(map(number, content.get("recomputed_nbytes", ()))),
         recompute_seconds=number(content.get("recompute_seconds", 0.0), int, float),
-        saves=tuple(None if of is None else tuple(map(str, of)) for of in content.get("saves", ())),
+        saves=tuple(None if names is None else tuple(map(str, names)) for names in content.get("saves", ())),
     )
 
 

@@ -89,15 +89,15 @@ class Profile:
         nbytes, resident, copy_out, out_after, copy_back, back_ahead, forward, in_backward = zip(*found, strict=True)
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
         other = [cost.other_bytes for cost in costs]
-        ahead = [other[0][0], *(of[1] for of in other[:-1])]  # where the gap before a forward begins
-        behind = [*(of[3] for of in other[1:]), other[-1][1]]  # where the gap before a backward begins
+        ahead = [other[0][0], *(levels[1] for levels in other[:-1])]  # where the gap before a forward begins
+        behind = [*(levels[3] for levels in other[1:]), other[-1][1]]  # where the gap before a backward begins
         in_forward = [
-            max(max(border, of[0]) + cost.gap_forward_temporary, need)
-            for border, of, cost, need in zip(ahead, other, costs, forward, strict=True)
+            max(max(border, levels[0]) + cost.gap_forward_temporary, need)
+            for border, levels, cost, need in zip(ahead, other, costs, forward, strict=True)
         ]
         before_backward = [
-            max(border, of[2]) + cost.gap_backward_temporary
-            for border, of, cost in zip(behind, other, costs, strict=True)
+            max(border, levels[2]) + cost.gap_backward_temporary
+            for border, levels, cost in zip(behind, other, costs, strict=True)
         ]
         before = (0, *accumulate(resident))
         starts, backward = _backward_starts(costs)

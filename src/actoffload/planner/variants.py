@@ -115,11 +115,11 @@ def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorC
 
     Where the host is slower than the device, each waits for it while it is timed alone: all for about as long.
     """
-    left = sorted((of.seconds for of in operators), reverse=True)
+    left = sorted((operator.seconds for operator in operators), reverse=True)
     while left and sum(left) - len(left) * left[-1] > seconds:
         left.pop()
     late = max((sum(left) - seconds) / len(left), 0.0) if left else 0.0
-    return tuple([replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators])
+    return tuple([replace(operator, seconds=max(operator.seconds - late, 0.0)) for operator in operators])
 
 
 def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[Variant, ...]:

@@ -136,7 +136,7 @@ class LayerCost:
     def with_bytes(self, factor: float) -> LayerCost:
         """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
         check_fits("a number of times, finite and 0 or more", lambda value: 0 <= value < math.inf, factor=factor)
-        return replace(self, saved=tuple(replace(of, nbytes=math.ceil(of.nbytes * factor)) for of in self.saved))
+        return replace(self, saved=tuple(replace(each, nbytes=math.ceil(each.nbytes * factor)) for each in self.saved))
 
     @classmethod
     def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
