@@ -219,12 +219,7 @@ def _waited(rank: int, seconds: float, missing: Sequence[int]) -> str:
 class Exchange:
     """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
 
-    Made where `offload` is called.
-
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        The ranks of the pipeline.
+    Made where `offload` is called, with the process group of the pipeline.
     """
 
     def __init__(self, group: Any = None) -> None:

@@ -43,22 +43,7 @@ MOST_AGAIN = 2  # times that recomputation is measured, where a rank ran other g
 class Runner:
     """Follows the steps of a schedule; every rank of the pipeline has one.
 
-    Parameters
-    ----------
-    followed : sequence
-        The stages of the rank and the schedule.
-    stages : sequence of RankStage
-        The stages, followed.
-    conductor : Conductor
-        Of the rank.
-    settings : Settings
-        The arguments of this rank.
-    limits : Limits
-        What the arguments allow.
-    rank : int
-        This rank, in the pipeline.
-    exchange : Exchange
-        With the other ranks.
+    `followed` are the stages of the rank and the schedule; the settings are the arguments of this rank.
     """
 
     def __init__(

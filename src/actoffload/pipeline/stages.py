@@ -30,28 +30,8 @@ __all__ = ["RankStage", "entries_of", "problem_of", "replicas_of"]
 class RankStage:
     """One stage of a rank, whose module is followed.
 
-    Parameters
-    ----------
-    stage : object
-        A stage of `torch.distributed.pipelining`.
-    conductor : Conductor
-        Of the rank.
-    layers, keep
-        As in `offload`.
-    policy : Policy, optional
-        What is saved of the groups, if they are recomputed.
-    arguments : mapping
-        Of `offload`, for reports.
-
-    Attributes
-    ----------
-    entries : dict of str to str
-        Those of `layers` and `keep`, each with the reason if it means nothing in this stage; another stage may have it.
-
-    Raises
-    ------
-    ValueError
-        If the module has no groups, or is offloaded already.
+    Its `entries` are those of `layers` and `keep`, each with the reason if it means nothing in this stage; another
+    stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
     """
 
     def __init__(

@@ -62,19 +62,7 @@ def _lean(order: tuple[GroupKey, ...]) -> Roles:
 
 
 class StageSteering:
-    """Steer the forwards of one stage.
-
-    Parameters
-    ----------
-    stage : int
-        Its index in the pipeline.
-    conductor : Conductor
-        Of the rank.
-    groups, plans, log
-        Of the module of the stage.
-    policies : mapping of int to Policy
-        What is saved of each group that is recomputed.
-    """
+    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed."""
 
     settling = False  # the plan is one for all stages, and `PipelineHandle.settling` is about it
 

@@ -48,35 +48,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank, as it runs without offloading.
+    """One rank, as it runs without offloading."""
 
-    Parameters
-    ----------
-    moments : list of Moment
-        All moments, in order.
-    when : list of float
-        Seconds at which they come.
-    needs : list of int
-        Bytes on the device from each moment to the next, at most.
-    allowed : list of bool
-        Whether something can be done then.
-    runs : list of bool
-        Whether compute follows.
-    candidates : list of Candidate
-        In order of saving.
-    last_forward : float
-        Seconds at which the last forward starts.
-    link : Link
-        How fast the copies are.
-    """
-
-    moments: list[Moment]
-    when: list[float]
-    needs: list[int]
-    allowed: list[bool]
-    runs: list[bool]
-    candidates: list[Candidate]
-    last_forward: float
+    moments: list[Moment]  # all, in order
+    when: list[float]  # seconds at which they come
+    needs: list[int]  # bytes on the device from each moment to the next, at most
+    allowed: list[bool]  # whether something can be done then
+    runs: list[bool]  # whether compute follows
+    candidates: list[Candidate]  # in order of saving
+    last_forward: float  # seconds at which the last forward starts
     link: Link
 
     @staticmethod
@@ -149,21 +129,11 @@ class RankProfile:
 
 @dataclass(slots=True)
 class RankPlacement:
-    """Where chunks are released and reloaded, and the memory that this needs.
-
-    Parameters
-    ----------
-    profile : RankProfile
-        The rank.
-    needs : list of int
-        Bytes on the device from each moment to the next, at most.
-    placed : dict of int to (int, int, int)
-        For each offloaded candidate the numbers of the moments of its release and its reload, and of the second reload
-        or -1.
-    """
+    """Where chunks are released and reloaded, and the memory that this needs."""
 
     profile: RankProfile
-    needs: list[int]
+    needs: list[int]  # bytes on the device from each moment to the next, at most
+    # Of each offloaded candidate the numbers of the moments of its release, its reload, and its second reload or -1.
     placed: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
@@ -253,18 +223,16 @@ def place_rank(
 
     A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would exceed
     the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
-    only be reloaded at once is kept.
+    only be reloaded at once is kept.  The peak may exceed the limit if no placement of these chunks fits.
 
     Parameters
     ----------
     profile : RankProfile
         The rank.
-    chosen : collection of int
-        Positions of the candidates to offload.
-    again : collection of int
-        Those of them that are freed between their two backwards.
+    chosen, again : collection of int
+        Positions of the candidates to offload, and of those of them that are freed between their two backwards.
     limit : float
-        Bytes of device memory.  The peak may exceed it if no placement of these chunks fits.
+        Bytes of device memory.
     margin : float
         Part of the time of each copy by which it is expected to be late.
     max_inflight : int, optional

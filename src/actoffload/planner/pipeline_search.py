@@ -94,7 +94,7 @@ def plan_pipeline(
     >>> orders = one_f_one_b(ranks=4, microbatches=16)
     >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
-    [2048, 2048, 2048, 1024]
+    [1792, 1792, 1792, 1024]
     """
     check_pipeline(orders, stages, link, send_latency, send_bandwidth)
     if names is not None:
@@ -123,21 +123,11 @@ def plan_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What the user allows; None for no limit.
+    """What the user allows; None for no limit."""
 
-    Parameters
-    ----------
-    fraction : float, optional
-        Fraction of the bytes of each microbatch that may be offloaded.
-    delta_bytes : int, optional
-        Rank `r` may offload ``r * delta_bytes`` bytes less of each microbatch.
-    max_inflight : int, optional
-        Groups that may be copied to the host at a time.
-    """
-
-    fraction: float | None = None
-    delta_bytes: int | None = None
-    max_inflight: int | None = None
+    fraction: float | None = None  # of the bytes of each microbatch that may be offloaded
+    delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
+    max_inflight: int | None = None  # groups that may be copied to the host at a time
 
     @property
     def given(self) -> bool:
@@ -147,24 +137,12 @@ class Knobs:
 
 @dataclass
 class RankChoices:
-    """The placements of one rank.
-
-    Parameters
-    ----------
-    profile : RankProfile
-        The rank.
-    rank : int
-        Its number.
-    knobs : Knobs
-        What may be offloaded.
-    margin : float
-        As in `place_rank`.
-    """
+    """The placements of one rank."""
 
     profile: RankProfile
-    rank: int
+    rank: int  # its number
     knobs: Knobs
-    margin: float
+    margin: float  # as in `place_rank`
 
     def __post_init__(self) -> None:
         kinds, candidates = self.profile.kinds(), self.profile.candidates

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ..schedule.costs import LayerCost, Link, copies_back, copies_out
+from ..schedule.costs import LayerCost, Link, backward_starts, copies_back, copies_out
 from ..schedule.plan import Action, Do, Event, Plan, When
 
 __all__ = ["Alone", "Placement", "Profile", "place"]
@@ -100,7 +100,7 @@ class Profile:
             for border, levels, cost in zip(behind, other, costs, strict=True)
         ]
         before = (0, *accumulate(resident))
-        starts, backward = _backward_starts(costs)
+        starts, begin, end = backward_starts(costs)
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
         return Profile(
             costs=costs,
@@ -117,7 +117,7 @@ class Profile:
             before=before,
             until=until,
             starts=starts,
-            early=EARLY * backward,
+            early=EARLY * (end - begin),
         )
 
     def latest_reloads(self, offloaded: Iterable[int]) -> dict[int, int]:
@@ -153,48 +153,20 @@ class Profile:
         return [max(most_offloaded[k], most_kept[k] - (before[k] - fixed[k])) for k in firsts]
 
 
-def _backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float]:
-    """Return when the backward of each group starts without any offloading, and the seconds of the whole backward."""
-    count = len(costs)
-    starts, compute, host = [0.0] * count, 0.0, 0.0
-    for cost in costs:
-        host += cost.host_forward
-        compute = max(compute + cost.gap_forward + cost.forward, host)
-    begin = compute
-    for k in reversed(range(count)):
-        cost = costs[k]
-        starts[k] = compute + cost.gap_backward
-        host += cost.host_backward
-        compute = max(starts[k] + cost.backward, host)
-    return starts, compute - begin
-
-
 RELEASE_MARGIN = 0.05
 """Part of the time of a copy by which it is expected to be late, so that its release is planned behind that."""
 
 
 @dataclass(slots=True)
 class Placement:
-    """Where groups are released and reloaded, and what that costs.
+    """Where groups are released and reloaded, and what that costs."""
 
-    Parameters
-    ----------
-    groups : int
-        Number of groups.
-    seconds : float
-        Time of the step; infinite if it exceeds what was allowed.
-    peak_bytes : int
-        Peak of device memory; not complete if `seconds` is infinite.
-    released, reloaded : dict of int to int
-        For each offloaded group, the group at whose event it is released, with ``~k`` for the BACKWARD_START of ``k``
-        instead of its FORWARD_END; and the group at whose BACKWARD_START it is reloaded.
-    """
-
-    groups: int
-    seconds: float = 0.0
-    peak_bytes: int = 0
+    groups: int  # number
+    seconds: float = 0.0  # of the step; infinite if it exceeds what was allowed
+    peak_bytes: int = 0  # of device memory; not complete if `seconds` is infinite
+    # Of each offloaded group, the group at whose FORWARD_END it is released; ``~k`` for the BACKWARD_START of ``k``.
     released: dict[int, int] = field(default_factory=dict)
-    reloaded: dict[int, int] = field(default_factory=dict)
+    reloaded: dict[int, int] = field(default_factory=dict)  # and the group at whose BACKWARD_START it is reloaded
 
     def plan(self) -> Plan:
         """Return the plan."""
@@ -220,20 +192,9 @@ def place(
     """Return where to release and reload the groups that are offloaded.
 
     A group is released at the first FORWARD_END where its copy is done, and earlier where memory would exceed the
-    limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.
-
-    Parameters
-    ----------
-    profile : Profile
-        The costs.
-    offloaded : collection of int
-        Positions of the groups to offload.  The last of them are kept if there is no time to copy them and no need.
-    limit : float
-        Bytes of device memory.  The peak may exceed it if no placement of these groups fits.
-    host_seconds : float
-        As in `simulate`.
-    allowed : float
-        Seconds that the step may take.
+    limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  The last of the
+    groups are kept if there is no time to copy them and no need.  The peak may exceed the limit if no placement of
+    these groups fits.  `host_seconds` is as in `simulate`; the step may take `allowed` seconds.
     """
     run = _Run(profile, frozenset(offloaded), limit, host_seconds, Placement(len(profile.costs)))
     for k in range(len(profile.costs)):

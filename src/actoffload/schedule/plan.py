@@ -324,21 +324,11 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A kind of plan file.
+    """A kind of plan file."""
 
-    Parameters
-    ----------
-    kind : str
-        What the file has, as errors name it.
-    version : int
-        Of the content.
-    written_by : str
-        The call that writes such a file, as errors name it.
-    """
-
-    kind: str
-    version: int
-    written_by: str
+    kind: str  # what the file has, as errors name it
+    version: int  # of the content
+    written_by: str  # the call that writes such a file, as errors name it
 
     def write(self, path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         """Write the content, with one entry a line."""
@@ -347,15 +337,7 @@ class PlanFile:
         Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
     def read(self, path: str | os.PathLike[str], plan_of: Callable[[dict[str, Any]], _Plan]) -> _Plan:
-        """Return the plan that a function makes of the content.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ValueError
-            If the file is of another kind or version, or the function fails.
-        """
+        """Return what a function makes of the content; a `ValueError` if it fails, or the file is of another kind."""
         text = Path(path).read_bytes()
         try:
             content = json.loads(text)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._arguments import check_kind, check_kinds, check_seconds
-from .costs import LayerCost, Link, Saved
+from .costs import LayerCost, Link, Saved, backward_starts
 from .plan import Do, Plan, When
 from .timeline import Kind, Simulation, Span, Timeline
 
@@ -83,24 +83,12 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
         timeline=Timeline.build(run.clocks.spans, run.memory.resident, source="simulated"),
         step_time=run.clocks.compute,
         forward_time=forward_time,
-        baseline=_baseline(layers),
+        baseline=backward_starts(layers)[-1],
         forward_stall=forward_stall,
         backward_stall=run.clocks.stalled,
         reloaded_on_demand=run.on_demand,
         device_peak_bytes=run.memory.peak,
     )
-
-
-def _baseline(layers: Sequence[LayerCost]) -> float:
-    """Return the seconds of a step without copies, rounded as the clock of compute is."""
-    compute = host = 0.0
-    for cost in layers:
-        host += cost.host_forward
-        compute = max(compute + cost.gap_forward + cost.forward, host)
-    for cost in reversed(layers):
-        host += cost.host_backward
-        compute = max(compute + cost.gap_backward + cost.backward, host)
-    return compute
 
 
 @dataclass(slots=True)
