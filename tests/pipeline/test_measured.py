@@ -186,7 +186,7 @@ def test_without_room_for_a_step_that_offloads_nothing():
         schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
         if not handle.settling:
             break
-    assert steps > MEASURED + TRIAL - 1
+    assert steps == MEASURED + TRIAL - 1  # without the two steps that offload nothing
     assert not handle.settling
     assert handle.plan is not None
     assert handle.plan.transfers
