@@ -205,19 +205,19 @@ class FirstSteps:
         if plan is not None:
             self._grow(plan)
         plain, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
-        for stage, cost in self._plain.costs.items():  # of the groups that run now
-            at = [self._plain.names[stage].index(name) for name in names[stage]]
-            grown, growth = self._grown(stage, cost), self._growth.get(stage, 1.0)
+        for index, cost in self._plain.costs.items():  # of the groups that run now
+            at = [self._plain.names[index].index(name) for name in names[index]]
+            grown, growth = self._grown(index, cost), self._growth.get(index, 1.0)
             splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
             ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits)
-            now = found[stage]
-            plain[stage] = replace(
+            now = found[index]
+            plain[index] = replace(
                 ran,
                 boundary_bytes=now.boundary_bytes,
                 sent_forward=now.sent_forward,
                 sent_backward=now.sent_backward,
             )
-            again[stage] = [tuple(_larger(way, growth) for way in self._again[stage][k]) for k in at]
+            again[index] = [tuple(_larger(way, growth) for way in self._again[index][k]) for k in at]
         return replace(self._plain, order=learned.order, names=names, costs=plain, again=again)
 
     def _grow(self, plan: PipelinePlan) -> None:

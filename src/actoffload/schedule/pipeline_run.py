@@ -262,8 +262,10 @@ class RankRun:
         self.other += part.kept
         top = max(before, self.saved + part.saved + self.other) + part.temporary
         self._note(moment, top, runs=True)
+        if part.saved > 0:
+            self._occupy(part.saved)
         self.compute = end
-        if part.saved:
+        if part.saved < 0:
             self._occupy(part.saved)
         if top > self.peak:
             self.peak = top
