@@ -181,17 +181,20 @@ class RankChoices:
     ) -> tuple[RankPlacement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if none was found.
 
-        Of those that take at most `free` seconds the one of the fewest bytes is returned.
+        Of those that take at most `free` seconds it is about the one of the fewest bytes, which is tried first.
         """
         found: tuple[RankPlacement, float] | None = None
-        for number in range(len(self.parts), 0, -max(len(self.parts) // TRIALS, 1)):
+        count = len(self.parts)
+        for number in reversed(range(count, 0, -max(count // TRIALS, 1))):
             for placement in self._place(self.parts[:number], limit):
                 if placement.peak_bytes > limit:
                     continue
                 placement.trim(limit)
                 took = seconds(placement)
-                if found is None or (max(took, free), placement.nbytes) < (max(found[1], free), found[0].nbytes):
+                if found is None or took < found[1]:
                     found = placement, took
+                if took <= free:
+                    return found
         return found
 
     def smallest(self) -> RankPlacement:
