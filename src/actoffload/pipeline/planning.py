@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..planner import Variant, plan_pipeline
-from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.timeline import milliseconds, size
-from .exchange import Measured, Tried
+from .exchange import Measured, Tried, slowest
 
 __all__ = [
     "Limits",
@@ -83,16 +82,6 @@ def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
 def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Variant, ...]]]:
     """Return the ways to run the groups of each stage, the first one without recomputation; empty if not measured."""
     return {stage: ways for each in measured for stage, ways in (each.again or {}).items()}
-
-
-def slowest(links: Sequence[Link]) -> Link:
-    """Return the lowest rates of all ranks, which wait for each other."""
-    return Link(
-        min(link.d2h for link in links),
-        min(link.h2d for link in links),
-        max(link.latency for link in links),
-        min((link.both for link in links if link.both is not None), default=None),
-    )
 
 
 def decision(plans: Plans) -> str:
