@@ -161,8 +161,6 @@ def test_schedules(call: Callable[[], object], expected: str):
         ({"limit": NAN}, "limit is nan; expected a number of bytes, or None for no limit."),
         ({"limit": "1GiB"}, "limit is '1GiB'; expected a number of bytes, or None for no limit."),
         ({"host_seconds": -1}, "host_seconds is -1; expected seconds, finite and 0 or more."),
-        ({"host_caution": NAN}, "host_caution is nan; expected a number, 0 or more."),
-        ({"tolerance": -1}, "tolerance is -1; expected a number, 0 or more."),
         ({"among": 5}, "among is 5; expected positions of groups, or None for all."),
         ({"among": [-1]}, "among is [-1]; expected positions of groups, or None for all."),
         ({"without_bytes": -1}, "without_bytes is -1; expected bytes, 0 or more."),
@@ -171,17 +169,12 @@ def test_schedules(call: Callable[[], object], expected: str):
         ({"names": 5}, "names is 5; expected a sequence of str."),
     ],
 )
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_searches(options: dict[str, Any], expected: str, recomputed: bool):
+def test_searches(options: dict[str, Any], expected: str):
     arguments: dict[str, Any] = {"names": "abcd", "link": LINK, **options}
-    if recomputed:
-        assert refused(lambda: planner.choose_recomputed(groups=GROUPS, **arguments)) == expected
-    else:
-        assert refused(lambda: planner.choose(layers=COSTS, **arguments)) == expected
+    assert refused(lambda: planner.choose(groups=GROUPS, **arguments)) == expected
 
 
 def test_groups_of_a_search():
-    assert refused(lambda: planner.choose("abcd", [5] * 4, LINK)) == "layers[0] is 5; expected a LayerCost."
-    assert refused(lambda: planner.choose_recomputed("abcd", COSTS, LINK)).startswith("groups[0] is LayerCost(")
-    assert "There are 3 names and 4 groups" in refused(lambda: planner.choose_recomputed("abc", GROUPS, LINK))
+    assert refused(lambda: planner.choose("abcd", COSTS, LINK)).startswith("groups[0] is LayerCost(")
+    assert "There are 3 names and 4 groups" in refused(lambda: planner.choose("abc", GROUPS, LINK))
     assert refused(lambda: planner.frontier("abcd", GROUPS, LINK, points=0)).startswith("points is 0; expected")

@@ -15,7 +15,7 @@ from schedule_figures import GIB
 from sphinx.application import Sphinx
 
 import actoffload
-from actoffload.planner import GroupPlan, Variant, choose_recomputed, frontier
+from actoffload.planner import GroupPlan, Variant, choose, frontier
 from actoffload.report.plots import LINES
 from actoffload.schedule import LayerCost, Link, Plan, simulate
 
@@ -62,7 +62,7 @@ def recomputing(cost: LayerCost) -> list[Point]:
 def both() -> list[Point]:
     """Return what plans cost that offload and recompute."""
     group = (Variant(COST), Variant(SELECTIVE, PRODUCTS), Variant(CHECKPOINTED, ()))
-    return [_point(choose_recomputed(_names(), [group] * LAYERS, LINK, limit=limit * GIB)) for limit in LIMITS]
+    return [_point(choose(_names(), [group] * LAYERS, LINK, limit=limit * GIB)) for limit in LIMITS]
 
 
 def curves() -> dict[str, list[Point]]:

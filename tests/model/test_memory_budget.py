@@ -374,8 +374,9 @@ def test_the_frontier_of_a_measured_model_with_recomputation():
     assert found.plans[0].recomputed
     assert not found.plans[-1].recomputed
     reasons = [plan.because for plan in found.plans]  # no limit was given
-    between = "This is the fastest plan that was found with at most this peak."
-    assert reasons == ["This is about the smallest peak that a plan reaches.", *[between] * (len(reasons) - 1)]
+    assert reasons[0] == "This is about the smallest peak that a plan reaches."
+    assert set(reasons[1:-1]) == {"This is the fastest plan that was found with at most this peak."}
+    assert reasons[-1] == "This plan offloads nothing."
     for plan in found.plans[::3]:
         other = TimedModel(device, 8)
         repeated = offload(other, device, layers=None, plan=plan)

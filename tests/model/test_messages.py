@@ -21,7 +21,7 @@ from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision, Lockstep
 from actoffload.pipeline.exchange import Measured, Settings, Tried
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose_recomputed
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 
@@ -73,12 +73,10 @@ def test_floats_keep_all_bits(number: float):
 
 def test_the_function_that_plans():
     found = read(
-        written(
-            Findings(choose=partial(choose_recomputed, ["a", "b"], [(VARIANT,), (VARIANT,)], LINK, limit=3, among=()))
-        )
+        written(Findings(choose=partial(choose, ["a", "b"], [(VARIANT,), (VARIANT,)], LINK, limit=3, among=())))
     )
     assert isinstance(found.choose, partial)
-    assert found.choose.func is choose_recomputed
+    assert found.choose.func is choose
     assert found.choose.args == (["a", "b"], [(VARIANT,), (VARIANT,)], LINK)
     assert found.choose.keywords == {"limit": 3, "among": ()}
 
@@ -117,7 +115,7 @@ def hostile(path: Path) -> list[bytes]:
         b'{"Plan": {"model_layers": -1}}',
         json.dumps({"partial": ["mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
         json.dumps({"partial": ["os.mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
-        json.dumps({"partial": [["choose_recomputed"], [], []]}).encode(),
+        json.dumps({"partial": [["choose"], [], []]}).encode(),
         json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),
     ]
 

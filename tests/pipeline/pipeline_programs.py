@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from actoffload import PipelineHandle, offload
-from actoffload._pipelining import NAMES
+from actoffload.pipeline.follow import NAMES
 
 __all__ = ["NAMES", "SPLIT", "Block", "alone", "block_bytes", "compare", "held", "make", "offloaded", "same", "train"]
 

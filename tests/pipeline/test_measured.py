@@ -186,7 +186,7 @@ def test_without_room_for_a_step_that_offloads_nothing():
         schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
         if not handle.settling:
             break
-    assert steps > MEASURED + TRIAL - 1
+    assert steps == MEASURED + TRIAL - 1  # without the two steps that offload nothing
     assert not handle.settling
     assert handle.plan is not None
     assert handle.plan.transfers
@@ -214,9 +214,8 @@ def test_one_slow_step_decides_nothing(slow):
     handle.remove()
 
 
-@pytest.mark.parametrize("least", [0.0, 0.5])
-def test_a_plan_that_costs_time_after_all(least, monkeypatch):
-    """Compute takes a tenth longer in steps that offload more than a part of what the first plan offloads.
+def test_a_plan_that_costs_time_after_all():
+    """Compute takes a tenth longer in steps that offload.
 
     In those that measure it may take longer too, as where time of the host counts: all groups are followed there.
     """
@@ -235,16 +234,16 @@ def test_a_plan_that_costs_time_after_all(least, monkeypatch):
         handle = offload(schedule, min_bytes=64)
 
     def slow() -> float:
-        if len(seconds) < MEASURED and not least:
+        if len(seconds) < MEASURED:
             return 1.2
         now = offloaded(handle)
         first.extend([now] if now and not first else [])
-        return 1.1 if first and now > least * first[0] else 1.0
+        return 1.1 if now else 1.0
 
     seconds: list[float] = []
     plans: list[int] = []
     device.slow = slow
-    for _ in range(MEASURED + 5 * TRIAL):
+    for _ in range(MEASURED + TRIAL + 2):
         begun = device.main.now
         schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
         seconds.append(device.main.now - begun)
@@ -253,11 +252,10 @@ def test_a_plan_that_costs_time_after_all(least, monkeypatch):
     assert plans[MEASURED] == first[0] > 0
     assert seconds[MEASURED] > 1.05 * without
     assert seconds[-1] <= 1.01 * without
-    assert 0 < plans[-1] <= first[0] / 2 if least else plans[-1] == 0
+    assert plans[-1] == 0
     assert handle.plan is not None
     assert "a step took" in handle.plan.because
-    if not least:
-        assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(without)
+    assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(without)
     assert handle.report().host_bytes <= handle.plan.host_bytes + 2**21
     handle.remove()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
+from actoffload.planner import GroupPlan, Variant, choose
 from actoffload.schedule import LayerCost, Link, Saved
 
-__all__ = ["groups", "links", "names_of", "steps"]
+__all__ = ["choose_plain", "groups", "links", "names_of", "steps"]
 
 eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(0, 12).map(lambda k: k / 4)
@@ -46,5 +49,10 @@ def steps(draw: st.DrawFn, most: int = 8, plain: bool = False) -> list[LayerCost
     return [kinds[k % len(kinds)] for k in range(draw(st.integers(1, most)))]
 
 
-def names_of(costs: list[LayerCost]) -> list[str]:
+def names_of(costs: Sequence[LayerCost]) -> list[str]:
     return [f"h.{k}" for k in range(len(costs))]
+
+
+def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> GroupPlan:
+    """Return the plan of groups that cannot be recomputed."""
+    return choose(names_of(costs), [(Variant(cost),) for cost in costs], link, **given)

@@ -8,10 +8,8 @@ from math import inf
 
 import pytest
 
-from actoffload.planner import Variant, choose_recomputed, recomputation
-from actoffload.planner.annealing import Choice, anneal
-from actoffload.planner.placement import Placement, place
-from actoffload.planner.profile import Profile
+from actoffload.planner import Variant, choose, search
+from actoffload.planner.placement import Profile, place
 from actoffload.schedule import LayerCost, Link
 
 MIB = 2**20
@@ -60,16 +58,12 @@ def model() -> list[tuple[Variant, ...]]:
     return [ways(200 * MIB * (GROUPS - k)) for k in range(GROUPS)]
 
 
-def placed(of: list[tuple[Variant, ...]], choice: Choice, limit: float) -> Placement:
-    profile = Profile.of([group[k].cost for group, k in zip(of, choice.variants, strict=True)], LINK)
-    return place(profile, [k for k in profile.movable if choice.offloaded[k]], limit)
-
-
 def best_of_all(of: list[tuple[Variant, ...]], limit: float) -> float:
     seconds = inf
     for variants in product(*(range(len(group)) for group in of)):
+        profile = Profile.of([group[k].cost for group, k in zip(of, variants, strict=True)], LINK)
         for offloaded in product((False, True), repeat=GROUPS - 1):
-            placement = placed(of, Choice(variants, (*offloaded, False)), limit)
+            placement = place(profile, [k for k in profile.movable if offloaded[k]], limit)
             if placement.peak_bytes <= limit:
                 seconds = min(seconds, placement.seconds)
     return seconds
@@ -79,8 +73,8 @@ def best_of_all(of: list[tuple[Variant, ...]], limit: float) -> float:
 def test_near_the_best_of_all_choices(more):
     of = model()
     names = [f"h.{k}" for k in range(GROUPS)]
-    limit = choose_recomputed(names, of, LINK, limit=0).peak_bytes + more * MIB
-    plan = choose_recomputed(names, of, LINK, limit=limit)
+    limit = choose(names, of, LINK, limit=0).peak_bytes + more * MIB
+    plan = choose(names, of, LINK, limit=limit)
     assert plan.peak_bytes <= limit
     assert plan.seconds <= 1.01 * best_of_all(of, limit)
 
@@ -90,8 +84,8 @@ def test_the_last_group_is_recomputed_beside_a_loss_that_takes_much_memory():
     of = model()
     loss = [replace(way, cost=replace(way.cost, gap_backward_temporary=4000 * MIB)) for way in of[-1]]
     names, of = [f"h.{k}" for k in range(GROUPS)], [*of[:-1], tuple(loss)]
-    least = choose_recomputed(names, of, LINK, limit=0).peak_bytes
-    plan = choose_recomputed(names, of, LINK, limit=least + 400 * MIB)
+    least = choose(names, of, LINK, limit=0).peak_bytes
+    plan = choose(names, of, LINK, limit=least + 400 * MIB)
     assert plan.saves[-1] is not None
     assert plan.seconds <= 1.01 * best_of_all(of, least + 400 * MIB)
 
@@ -99,31 +93,11 @@ def test_the_last_group_is_recomputed_beside_a_loss_that_takes_much_memory():
 def test_faster_than_counting_groups_where_the_host_is_slow(monkeypatch):
     """A group that is kept gives the host time for one that is recomputed: the best plan alternates."""
     of, names = [slow_host(3500 * MIB + 200 * MIB * (12 - k)) for k in range(12)], [f"h.{k}" for k in range(12)]
-    least = choose_recomputed(names, of, LINK, limit=0).peak_bytes
+    least = choose(names, of, LINK, limit=0).peak_bytes
     limits = [least + more * MIB for more in (0, 200, 1000, 4000)]
-    plans = [choose_recomputed(names, of, LINK, limit=limit) for limit in limits]
-    monkeypatch.setattr(recomputation, "anneal", lambda *_, **__: [])
-    counted = [choose_recomputed(names, of, LINK, limit=limit) for limit in limits]
+    plans = [choose(names, of, LINK, limit=limit) for limit in limits]
+    monkeypatch.setattr(search, "MOST_CHANGES", 0)
+    counted = [choose(names, of, LINK, limit=limit) for limit in limits]
     assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
     assert all(plan.seconds <= other.seconds for plan, other in zip(plans, counted, strict=True))
     assert plans[1].seconds < 0.95 * counted[1].seconds
-
-
-def test_the_fastest_choices_within_the_limit_come_first_and_are_the_same_each_time():
-    of, limit = model(), 4000.0 * MIB
-    start = Choice((0,) * GROUPS, (False,) * GROUPS)
-    how = {"limit": limit, "step_seconds": 0.028 * GROUPS, "rate": LINK.d2h, "few": 3}
-    counts = [len(group) for group in of]
-    found, again = (anneal(start, lambda choice: placed(of, choice, limit), counts, **how) for _ in range(2))
-    assert found == again
-    assert len(found) == 3
-    placements = [placed(of, choice, limit) for choice in found]
-    assert all(placement.peak_bytes <= limit for placement in placements)
-    assert [placement.seconds for placement in placements] == sorted(placement.seconds for placement in placements)
-
-
-def test_one_group_alone_stays_as_it_is_without_a_limit():
-    (group,) = [ways(0)]
-    start = Choice((0,), (False,))
-    how = {"limit": inf, "step_seconds": 0.028, "rate": LINK.d2h, "few": 3}
-    assert anneal(start, lambda choice: placed([group], choice, inf), [4], **how)[0] == start

@@ -10,7 +10,7 @@ from adversary.plans import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.planner import Choice, GroupPlan
+from actoffload.planner import GroupPlan
 from actoffload.schedule import Action, DefaultSchedule, Do, Event, Plan, When
 
 MIB = 2**20
@@ -32,7 +32,6 @@ def example() -> GroupPlan:
 def test_what_is_kept_and_offloaded():
     plan = example()
     assert plan.offloaded == (0, 1, 2)
-    assert plan.choices == (Choice.OFFLOAD,) * 3 + (Choice.KEEP,) * 3
     assert (plan.offloaded_bytes, plan.kept_bytes) == (5 * MIB, 7 * MIB)
 
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.planner import OperatorCost, Variant, plan_pipeline, variants
-from actoffload.planner.pipeline_choices import Knobs, RankChoices
-from actoffload.planner.pipeline_placement import place_rank
-from actoffload.planner.pipeline_profile import RankProfile
+from actoffload.planner import Variant, plan_pipeline
+from actoffload.planner.pipeline_placement import RankProfile, place_rank
+from actoffload.planner.pipeline_search import Knobs, RankChoices
 from actoffload.schedule import (
     Chunk,
     Computation,
@@ -59,7 +58,7 @@ def test_moments_by_hand() -> None:
     link = Link(400, 400)
     pipeline = Pipeline([order], [StageCost((group,) * 2)], link)
     (rank,) = pipeline.run([{}])
-    profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+    profile = RankProfile.of(order, rank, pipeline.times, link)
     assert profile.needs == [100, 200, 200, 300, 400, 400, 400, 300, 200, 200, 100, 0]
     assert profile.when == [0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 5, 6]
     placement = place_rank(profile, range(4), margin=0.0)
@@ -85,7 +84,7 @@ def test_a_limit_releases_earlier_and_reloads_later() -> None:
     link = Link(50, 50)  # 2 seconds for each
     pipeline = Pipeline([order], [StageCost((group,))], link)
     (rank,) = pipeline.run([{}])
-    profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+    profile = RankProfile.of(order, rank, pipeline.times, link)
     assert place_rank(profile, [0, 1, 2]).peak_bytes == 300
     forced = place_rank(profile, [0, 1, 2], limit=200)
     plan = PipelinePlan(0, order, {0: ("group",)}, forced.transfers())
@@ -103,7 +102,7 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
     link = Link(64.0, 64.0, both=data.draw(st.sampled_from([None, 100.0])))
     pipeline = Pipeline(orders, stages, link)
     for number, (order, rank) in enumerate(zip(orders, pipeline.run([{}] * len(orders)), strict=True)):
-        profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+        profile = RankProfile.of(order, rank, pipeline.times, link)
         assert profile.peak_bytes == rank.device_peak_bytes
         chosen = [k for k in range(len(profile.candidates)) if data.draw(st.booleans())]
         limit = data.draw(st.sampled_from([float("inf"), profile.peak_bytes // 2, 0]))
@@ -279,11 +278,8 @@ def recomputable() -> tuple[Variant, ...]:
     """Return the ways to run a group of which a matrix product saves half and a cheap operator the other half."""
     plain = replace(GROUP, saved=(Saved(128 * MIB, 0.5, 0.5), Saved(128 * MIB)))
     half = replace(plain, saved=plain.saved[:1], backward=0.0205)
-    operators = (
-        OperatorCost("aten.mm.default#0", 0.008, (128 * MIB,), costly=True),
-        OperatorCost("aten.gelu.default#0", 0.0005, (128 * MIB,), reads=(0,)),
-    )
-    return variants(plain, half, operators)
+    least = replace(plain, saved=(), backward=0.0285, backward_temporary=128 * MIB)
+    return Variant(plain), Variant(half, ("aten.mm.default#0",)), Variant(least, ())
 
 
 def test_recomputation_only_where_a_budget_needs_it() -> None:
@@ -314,5 +310,6 @@ def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
     assert plans[1].transfers == {}
-    choices = RankChoices(RankProfile.of((), (), [], Link(1.0, 1.0)), 0, Knobs(), 0.05)
-    assert choices.lowest() == 0
+    (rank,) = Pipeline([()], [], Link(1.0, 1.0)).run([{}])
+    choices = RankChoices(RankProfile.of((), rank, [], Link(1.0, 1.0)), 0, Knobs(), 0.05)
+    assert choices.free.peak_bytes == 0

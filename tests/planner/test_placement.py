@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import links, steps
 
-from actoffload.planner.placement import place
-from actoffload.planner.profile import Profile
+from actoffload.planner.placement import Profile, place
 from actoffload.schedule import LayerCost, Link, Saved, simulate
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import choose_plain
 
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, variants, worth_saving
-from actoffload.planner.variants import less_worth_saving, seconds_again, within
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, frontier
+from actoffload.planner.variants import seconds_again, within
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 GIB = 2**30
@@ -25,10 +26,6 @@ def groups(count: int, part: float = 0.25, again: float = 0.5) -> list[tuple[Var
     less = LayerCost.even(int(GIB * part), forward=0.010, backward=0.020 + 0.010 * again)
     least = LayerCost.even(GIB // 32, forward=0.010, backward=0.020 + 0.010)
     return [(Variant(plain), Variant(less, ("mm#0",)), Variant(least, ()))] * count
-
-
-def plain(of: list[tuple[Variant, ...]]) -> list[LayerCost]:
-    return [group[0].cost for group in of]
 
 
 def names(count: int) -> list[str]:
@@ -49,7 +46,7 @@ def exhaustive(of, link, limit) -> float:
     for chosen in sorted(ways, key=compute_seconds):
         if compute_seconds(chosen) >= best:
             break
-        plan = choose(names(len(of)), [variant.cost for variant in chosen], link, limit=limit)
+        plan = choose_plain([variant.cost for variant in chosen], link, limit=limit)
         if plan.peak_bytes <= limit:
             best = min(best, plan.seconds)
     return best
@@ -59,10 +56,10 @@ def exhaustive(of, link, limit) -> float:
 @pytest.mark.parametrize("again", [0.3, 0.8])
 def test_near_the_best_of_all(rate, again):
     of, link = groups(6, again=again), Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(6), of, link, limit=0).peak_bytes
+    smallest = choose(names(6), of, link, limit=0).peak_bytes
     for k in range(6):
         limit = smallest + (6 * GIB - smallest) * k // 5
-        plan = choose_recomputed(names(6), of, link, limit=limit)
+        plan = choose(names(6), of, link, limit=limit)
         assert plan.peak_bytes <= limit
         assert plan.seconds <= 1.03 * exhaustive(of, link, limit)
 
@@ -70,12 +67,22 @@ def test_near_the_best_of_all(rate, again):
 def test_bytes_that_predictions_lack_lower_the_limit():
     """Whether groups are recomputed or not."""
     found, link = groups(6), Link(d2h=2e10, h2d=2e10)
-    for search, ways in ((choose_recomputed, found), (choose, plain(found))):
-        least, most = (search(names(6), ways, link, limit=limit).peak_bytes for limit in (0, 9 * GIB))
+    for ways in (found, [group[:1] for group in found]):
+        least, most = (choose(names(6), ways, link, limit=limit).peak_bytes for limit in (0, 9 * GIB))
         limit, lower = most - 1, (least + most) // 2
-        plan = search(names(6), ways, link, limit=limit, excess=limit - lower)
-        assert plan.plan == search(names(6), ways, link, limit=lower).plan
-        assert plan.peak_bytes <= lower < search(names(6), ways, link, limit=limit).peak_bytes
+        plan = choose(names(6), ways, link, limit=limit, excess=limit - lower)
+        assert plan.plan == choose(names(6), ways, link, limit=lower).plan
+        assert plan.peak_bytes <= lower < choose(names(6), ways, link, limit=limit).peak_bytes
+
+
+@pytest.mark.parametrize("host_limit", [0, 1, 2 * GIB, 5 * GIB, None])
+def test_what_is_offloaded_fits_into_host_memory(host_limit):
+    found, link = groups(6), Link(d2h=2e10, h2d=2e10)
+    plans = [choose(names(6), found, link, limit=0, host_limit=host_limit)]
+    plans += frontier(names(6), found, link, host_limit=host_limit)
+    most = max(sum(plan.nbytes[k] for k in plan.offloaded) for plan in plans)
+    assert most <= (6 * GIB if host_limit is None else host_limit)
+    assert bool(most) == (host_limit != 0 and host_limit != 1)
 
 
 @given(
@@ -91,10 +98,10 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
     less = [LayerCost(1.0, 2.0 + again, (Saved(round(size * part)),) if round(size * part) else ()) for size in sizes]
     of = [(Variant(one), Variant(two, ("mm#0",))) for one, two in zip(layers, less, strict=True)]
     link = Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(len(sizes)), of, link, limit=0)
+    smallest = choose(names(len(sizes)), of, link, limit=0)
     limit = smallest.peak_bytes + more
-    plan = choose_recomputed(names(len(sizes)), of, link, limit=limit)
-    without = choose(names(len(sizes)), layers, link, limit=limit)
+    plan = choose(names(len(sizes)), of, link, limit=limit)
+    without = choose_plain(layers, link, limit=limit)
     assert plan.peak_bytes <= limit
     if without.peak_bytes <= limit:
         assert plan.seconds <= without.seconds * (1 + 1e-9)
@@ -106,21 +113,21 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
 def test_nothing_is_recomputed_without_need():
     of, link = groups(8), Link(d2h=5e10, h2d=5e10)
     for limit in (None, 8 * GIB):
-        plan = choose_recomputed(names(8), of, link, limit=limit)
-        assert plan == choose(names(8), plain(of), link, limit=limit)
+        plan = choose(names(8), of, link, limit=limit)
+        assert plan.offloaded == ()
         assert plan.recomputed == ()
 
 
 def test_groups_that_may_not_be_recomputed():
     of = [group[: 1 if k % 2 else 3] for k, group in enumerate(groups(8))]
-    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
     assert plan.recomputed
     assert not any(k % 2 for k in plan.recomputed)
 
 
 def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     of = groups(8)
-    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
     less = [GIB - next(one.cost for one in of[0] if one.saves == saves).nbytes for saves in plan.saves]
     assert plan.recomputed_nbytes == tuple(less)
     assert plan.recompute_seconds == pytest.approx(
@@ -155,9 +162,7 @@ def test_planning_128_groups_takes_at_most_200_ms(rate):
         for _ in range(3):
             plans = []
             taken = processor_seconds(
-                lambda limit=limit, plans=plans: plans.append(
-                    choose_recomputed(names(128), of, link, limit=limit * GIB)
-                )
+                lambda limit=limit, plans=plans: plans.append(choose(names(128), of, link, limit=limit * GIB))
             )
             simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
             rounds.append((taken, 6 * simulated))
@@ -179,34 +184,18 @@ OPERATORS = (
 )
 
 
-def test_outputs_that_take_much_time_for_their_bytes_are_worth_saving():
-    assert [of.name for of in worth_saving(OPERATORS)] == ["attention#0", "mm#0", "mm#1", "mm#2"]
-    assert worth_saving((OperatorCost("mul#0", 0.5, (8,)), OperatorCost("gelu#0", 0.6, (8,)))) == ()
-    (known,) = worth_saving((OperatorCost("mul#0", 0.5, (8,)), OperatorCost("mm#0", 0.6, (8,), costly=True)))
-    assert known.name == "mm#0"
-    assert worth_saving(()) == ()
-
-
-def test_other_outputs_are_saved_by_the_time_that_each_byte_saves():
-    """What saves nothing, because it runs again anyway, is left out."""
-    operators = (*OPERATORS, OperatorCost("cast#0", 0.2, ()), OperatorCost("dropped#0", 0.1, (8,), needed=False))
-    assert [of.name for of in less_worth_saving(operators)] == ["mul#0", "gelu#0"]
-    assert less_worth_saving(()) == ()
-
-
 def test_an_output_is_worth_what_it_makes_unnecessary():
     """The rotated queries rather than the projection; the statistics of a norm rather than the norm."""
     operators = (
         OperatorCost("square#0", 1.0, (8,), needed=False),
         OperatorCost("mean#0", 1.0, (1,), reads=(0,), needed=False),
         OperatorCost("norm#0", 1.0, (8,), reads=(1,)),
-        OperatorCost("mm#0", 6.0, (8,), costly=True, reads=(2,), needed=False),
+        OperatorCost("mm#0", 6.0, (8,), reads=(2,), needed=False),
         OperatorCost("rotated#0", 2.0, (8,), reads=(3,)),
-        OperatorCost("mm#1", 6.0, (8,), costly=True, reads=(2,)),
+        OperatorCost("mm#1", 6.0, (8,), reads=(2,)),
         OperatorCost("gelu#0", 1.0, (8,), reads=(5,)),
         OperatorCost("last#0", 9.0, (8,), reads=(6,), needed=False),
     )
-    assert [of.name for of in worth_saving(operators)] == ["mean#0", "rotated#0", "mm#1"]
     assert seconds_again(operators, ()) == 18.0
     assert seconds_again(operators, {"mean#0"}) == 16.0
     assert seconds_again(operators, {"mean#0", "rotated#0"}) == 8.0
@@ -219,62 +208,10 @@ def test_of_the_plans_with_about_the_smallest_peak_it_is_the_fastest():
     again = LayerCost.even(GIB // 100, forward=0.010, backward=0.030)
     again = replace(again, backward_temporary=GIB - GIB // 100 + GIB // 1000)
     group = Variant(plain), Variant(again, ())
-    plan = choose_recomputed(names(8), [group] * 8, Link(1e10, 1e10), limit=GIB // 2)
+    plan = choose(names(8), [group] * 8, Link(1e10, 1e10), limit=GIB // 2)
     assert len(plan.recomputed) == 7
     assert GIB < plan.peak_bytes <= 1.005 * GIB
     assert "smallest peak" in plan.because
-
-
-def test_memory_is_that_of_whole_recomputation_or_of_saved_products_whichever_is_more():
-    costly = worth_saving(OPERATORS)
-    plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
-    dense = LayerCost(41.0, 82.0, tuple(Saved(of.nbytes, 0.5, 0.5) for of in costly), backward_temporary=30)
-    for temporary, want in (50, [30, 30, 46, 54, 62, 50]), (80, [30, 30, 56, 64, 72, 80]):
-        whole = LayerCost(42.0, 120.0, backward_temporary=temporary, host_forward=3.0)
-        _, *found = variants(plain, dense, OPERATORS, whole)
-        assert [variant.cost.backward_temporary for variant in found] == want
-        assert found[-1].cost.backward == 120.0
-        assert found[-1].cost.host_forward == 3.0
-
-
-def test_the_host_does_no_more_than_a_forward_and_a_backward_in_a_recomputed_backward():
-    """While everything is offloaded it waits for copies there."""
-    plain = replace(LayerCost.even(64, forward=40.0, backward=80.0), host_forward=3.0, host_backward=5.0)
-    for waited, products_saved, nothing_saved in (90.0, 12.0, 9.0), (8.0, 8.0, 8.0):
-        dense = LayerCost(41.0, 82.0, (Saved(8),), host_forward=7.0, host_backward=waited)
-        whole = LayerCost(42.0, 120.0, host_forward=4.0, host_backward=waited)
-        _, *found, last = variants(plain, dense, OPERATORS, whole)
-        assert {variant.cost.host_backward for variant in found} == {products_saved}
-        assert last.cost.host_backward == nothing_saved
-
-
-def test_no_way_to_recompute_is_faster_than_none():
-    """Operators that are timed one by one seem slower than they are together."""
-    plain = LayerCost.even(64, forward=40.0, backward=81.9)
-    dense = LayerCost(41.0, 82.0, (Saved(8),))
-    assert min(variant.cost.backward for variant in variants(plain, dense, OPERATORS)) == plain.backward
-
-
-def test_variants_save_less_and_less_and_run_as_much_more_again():
-    costly = worth_saving(OPERATORS)
-    plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
-    recomputed = LayerCost(41.0, 82.0, (*(Saved(of.nbytes, 0.5, 0.5) for of in costly), Saved(4)))
-    found = variants(plain, recomputed, OPERATORS)
-    assert [variant.saves for variant in found] == [
-        None,
-        ("attention#0", "mm#0", "mm#1", "mm#2", "mul#0"),
-        ("attention#0", "mm#0", "mm#1", "mm#2"),
-        ("attention#0", "mm#0", "mm#1"),
-        ("attention#0", "mm#0"),
-        ("attention#0",),
-        (),
-    ]
-    assert [variant.cost.nbytes for variant in found] == [64, 52, 44, 28, 20, 12, 4]
-    assert [variant.cost.backward for variant in found] == [80.0, 81.5, 82.0, 94.0, 100.0, 106.0, 118.0]
-    assert [variant.cost.forward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
-    assert [variant.cost.backward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
-    assert [variant.cost.forward for variant in found] == [40.0] * 7
-    assert all(0 <= each.needed_at <= 1 for variant in found for each in variant.cost.saved)
 
 
 def test_operators_timed_one_by_one_take_no_longer_than_all_of_them():

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import links, names_of, steps
+from planning import choose_plain, links, steps
 
-from actoffload.planner import choose
-from actoffload.planner.profile import Profile
+from actoffload.planner.placement import Profile
 from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
-
-TOLERANCE = 0.002
 
 
 @settings(max_examples=100)
@@ -25,7 +21,7 @@ def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, h
     among = data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8))))
     leanest = min(Profile.of(costs, link, among).leanest)
     limit = data.draw(st.integers(0, 2 * leanest))
-    plan = choose(names_of(costs), costs, link, limit=limit, host_seconds=host_seconds, among=among)
+    plan = choose_plain(costs, link, limit=limit, host_seconds=host_seconds, among=among)
     assert among is None or among >= set(plan.offloaded)
     result = simulate(plan.plan, costs, link, host_seconds=host_seconds)
     assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
@@ -38,19 +34,19 @@ def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, h
 def test_a_larger_limit_is_never_slower(data, costs, link):
     leanest = min(Profile.of(costs, link).leanest)
     small, large = sorted((data.draw(st.integers(leanest, 3 * leanest)), data.draw(st.integers(leanest, 3 * leanest))))
-    plans = [choose(names_of(costs), costs, link, limit=limit) for limit in (small, large, None)]
+    plans = [choose_plain(costs, link, limit=limit) for limit in (small, large, None)]
     for before, after in pairwise(plans):
-        assert after.seconds <= before.seconds * (1 + TOLERANCE) + 1e-9
+        assert after.seconds <= before.seconds * 1.002 + 1e-9
 
 
-@settings(max_examples=100)
-@given(steps(), links, st.sampled_from([0.0, 0.125]))
-def test_without_a_limit_no_plan_costs_time(costs, link, host_seconds):
-    plan = choose(names_of(costs), costs, link, host_seconds=host_seconds)
+@settings(max_examples=50)
+@given(steps(), links)
+def test_what_fits_is_left_alone(costs, link):
     keep = simulate(Plan(len(costs)), costs, link)
-    assert plan.baseline_seconds == keep.step_time
-    assert plan.seconds <= keep.step_time * (1 + TOLERANCE)
-    assert plan.peak_bytes <= keep.device_peak_bytes
+    for limit in (None, keep.device_peak_bytes):
+        plan = choose_plain(costs, link, limit=limit, host_seconds=0.125)
+        assert plan.offloaded == ()
+        assert (plan.seconds, plan.baseline_seconds, plan.because) == (keep.step_time, keep.step_time, "")
 
 
 def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
@@ -75,7 +71,7 @@ def test_it_is_about_the_best_of_all_plans(data, costs, link):
     results = [simulate(plan, costs, link) for plan in plans_of_prefixes(costs)]
     limit = data.draw(st.sampled_from(sorted({result.device_peak_bytes for result in results})))
     best = min(result.step_time for result in results if result.device_peak_bytes <= limit)
-    plan = choose(names_of(costs), costs, link, limit=limit)
+    plan = choose_plain(costs, link, limit=limit)
     assert plan.peak_bytes <= limit
     assert plan.seconds <= best * 1.03 + 1e-9
 
@@ -85,17 +81,17 @@ def test_it_is_about_the_best_of_all_plans(data, costs, link):
 def test_it_is_never_slower_than_the_default_schedule_at_its_peak(data, costs, link):
     schedule = DefaultSchedule(data.draw(st.integers(0, len(costs) - 1)), len(costs))
     default = simulate(schedule.plan(), costs, link)
-    plan = choose(names_of(costs), costs, link, limit=default.device_peak_bytes)
+    plan = choose_plain(costs, link, limit=default.device_peak_bytes)
     assert plan.peak_bytes <= default.device_peak_bytes
-    assert plan.seconds <= default.step_time * (1 + TOLERANCE) + 1e-9
+    assert plan.seconds <= default.step_time * 1.002 + 1e-9
 
 
 def test_planning_of_128_groups_takes_little_time():
     costs = [LayerCost.even(50 * 10**6, 0.001, 0.002, pieces=12)] * 128
-    names, link, seconds = names_of(costs), Link(20e9, 20e9), []
-    for limit in (None, 3 * 10**9, 3 * 10**9):
+    link, seconds = Link(20e9, 20e9), []
+    for limit in (4 * 10**9, 3 * 10**9, 3 * 10**9):
         start = time.process_time()
-        choose(names, costs, link, limit=limit)
+        choose_plain(costs, link, limit=limit)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.050 * 8  # machines that run tests are slow and shared
 
@@ -106,27 +102,12 @@ EVEN = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
 @pytest.mark.parametrize(
     ("costs", "link", "options", "because"),
     [
-        (EVEN, Link(1e6, 1e6), {}, ""),
         (EVEN, Link(1e6, 1e6), {"limit": 2000}, ""),
         (
             EVEN,
             Link(500.0, 500.0),
             {"limit": 3 * 2**10},
             "Without offloading the peak would be 7.8 KiB, above the limit of 3.0 KiB.",
-        ),
-        (EVEN, Link(1.0, 1.0), {}, "Nothing is offloaded, because no copy fits beside the compute."),
-        (EVEN[:1], Link(1e6, 1e6), {}, "No group before the last one saves anything that can be offloaded."),
-        (
-            [replace(cost, host_forward=1.0, host_backward=2.0) for cost in EVEN],
-            Link(1e6, 1e6),
-            {"host_seconds": 0.1},
-            "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time.",
-        ),
-        (
-            [replace(cost, gap_forward_temporary=10**6) for cost in EVEN[:1]] + EVEN[1:],
-            Link(1e6, 1e6),
-            {},
-            "Nothing is offloaded, because no plan without a cost in time has a smaller peak.",
         ),
         (
             EVEN,
@@ -137,27 +118,12 @@ EVEN = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
     ],
 )
 def test_the_plan_says_why(costs, link, options, because):
-    plan = choose(names_of(costs), costs, link, **options)
+    plan = choose_plain(costs, link, **options)
     assert plan.because == because
-    assert bool(plan.offloaded) == (not because.startswith(("Nothing", "No group")))
-
-
-def test_no_more_is_copied_than_the_peak_needs():
-    """The peak lies where the step begins and cannot be lower than 4000 bytes, so four of eight groups stay."""
-    costs = [replace(EVEN[0], forward_temporary=3000), *EVEN[1:]]
-    plan = choose(names_of(costs), costs, Link(1e6, 1e6))
-    assert plan.peak_bytes == 4000
-    assert plan.offloaded == (0, 1, 2, 3)
-
-
-def test_each_group_needs_its_costs():
-    with pytest.raises(ValueError, match="There are 1 groups but 2 costs; give one cost for each group"):
-        choose(["a"], EVEN[:2], Link(1.0, 1.0))
-    with pytest.raises(ValueError, match="There are 0 groups but 0 costs"):
-        choose([], [], Link(1.0, 1.0))
+    assert plan.offloaded
 
 
 def test_peaks_of_a_few_bytes():
     layers = [LayerCost.even(size, forward=1.0, backward=2.0, pieces=2) for size in (3, 1, 2)]
-    plan = choose(["a", "b", "c"], layers, Link(d2h=1.0, h2d=1.0), limit=5)
+    plan = choose_plain(layers, Link(d2h=1.0, h2d=1.0), limit=5)
     assert plan.peak_bytes <= 5

@@ -8,11 +8,10 @@ import pytest
 from helpers import min_elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import links, names_of
+from planning import choose_plain, links
 from virtual_time import agree, costs, execute, seconds
 
-from actoffload.planner import choose
-from actoffload.planner.profile import Profile
+from actoffload.planner.placement import Profile
 from actoffload.schedule import LayerCost, simulate
 
 
@@ -44,7 +43,7 @@ def test_plans_take_what_was_predicted(data, link):
     each[-1] = replace(each[-1], gap_backward=data.draw(seconds))
     leanest = min(Profile.of(each, link).leanest)
     limit = data.draw(st.one_of(st.none(), st.integers(leanest, 2 * leanest)))
-    plan = choose(names_of(each), each, link, limit=limit)
+    plan = choose_plain(each, link, limit=limit)
     want = simulate(plan.plan, each, link)
     got = execute(plan.plan, each, link)
     agree(got, want)

@@ -25,7 +25,7 @@ from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.hooks import unpack
 from ..planner import OperatorCost
-from ..replay import COSTLY, Alarm, Call, Policy, Program, Trace, Tracer, Weight
+from ..replay import Alarm, Call, Policy, Program, Trace, Tracer, Weight
 from .followed import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -396,7 +396,6 @@ class OperatorTimes:
                         step.node.name,
                         max(seconds, 0.0),
                         sizes,
-                        costly=step.node.operator in COSTLY,
                         reads=tuple(sorted(place[maker] for maker in makers if maker in place)),
                         needed=any(value in program.dropped for _, value in step.made),
                         returned=sum(program.trace.values[value].nbytes for value in returned),

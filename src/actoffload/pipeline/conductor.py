@@ -42,13 +42,13 @@ class Microbatch:
     running: Step | None = None  # what is computed of it now
     split: bool = False  # its input backward used what it saved
     half: bool = False  # and has ended
-    of: weakref.ref[ModelPass[GroupKey]] | None = None
+    ref: weakref.ref[ModelPass[GroupKey]] | None = None
     used: set[tuple[int, int]] | None = None  # by the backward of the weights: layers, and places in their order
 
     @property
     def owner(self) -> ModelPass[GroupKey] | None:
         """Its pass, as long as that exists."""
-        return None if self.of is None else self.of()
+        return None if self.ref is None else self.ref()
 
 
 @dataclass(slots=True)
@@ -225,9 +225,9 @@ class Conductor:
         places: dict[int, set[int]] = {}
         for index, place in microbatch.used or ():
             places.setdefault(index, set()).add(place)
-        for index, of in places.items():
+        for index, used in places.items():
             key = microbatch.stage, index
-            self.learned.used[key] = self.learned.used.get(key, frozenset()) | of
+            self.learned.used[key] = self.learned.used.get(key, frozenset()) | used
 
     def _free(self, owner: ModelPass[GroupKey]) -> None:
         """Free what the last backward of a microbatch has left, where the program keeps the graph."""
@@ -246,7 +246,7 @@ class Conductor:
 
     def pass_begins(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
         """Follow the pass of a microbatch."""
-        microbatch.of = weakref.ref(owner)
+        microbatch.ref = weakref.ref(owner)
         owner.model = microbatch.stage
         owner.observer = partial(self._observe, microbatch)
 

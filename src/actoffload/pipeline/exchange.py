@@ -35,7 +35,7 @@ from ..planner import OperatorCost, Variant
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 
-__all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement", "gather"]
+__all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement", "gather", "slowest"]
 
 T = TypeVar("T")
 
@@ -218,12 +218,7 @@ def _waited(rank: int, seconds: float, missing: Sequence[int]) -> str:
 class Exchange:
     """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
 
-    Made where `offload` is called.
-
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        The ranks of the pipeline.
+    Made where `offload` is called, with the process group of the pipeline.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -246,10 +241,10 @@ class Exchange:
         """
         try:
             own = self._gather((settings, tuple(replicas)))
-            if len({len(of) for _, of in own}) == 1:
+            if len({len(copies) for _, copies in own}) == 1:
                 self.replicas = tuple(replicas)
                 self._copies = self._line("stage", replicas)
-            return [each for of in self._copies.gather([settings for settings, _ in own]) for each in of]
+            return [each for ranks in self._copies.gather([settings for settings, _ in own]) for each in ranks]
         except RefusedError as error:
             self._refuse(error.settings, self._line("stage", replicas))  # the other pipelines wait for this one
             return [error.settings]
@@ -272,10 +267,6 @@ class Exchange:
     def _gather(self, value: T) -> list[T]:
         return gather(value, self.group) if default_store is None else self._pipeline.gather(value)
 
-    def of_first(self, value: T) -> T:
-        """Return the value of the first of the ranks that run the same stages."""
-        return self._copies.gather(value)[0]
-
     def leave(self) -> None:
         """Take no further part, and let the others not wait."""
         self._pipeline.leave()
@@ -285,7 +276,7 @@ class Exchange:
 def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | None:
     """Return what the ranks of pipelines that run the same stages plan with; None if one of them has no whole step.
 
-    The costs are those of the first pipeline; of memory it is the least.
+    The costs are those of the first pipeline; of memory it is the least, and of links the slowest.
     """
     found = []
     for copies in zip(*pipelines, strict=True):
@@ -293,8 +284,19 @@ def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | N
         if len(known) < len(copies):
             return None
         limit = min((each.limit for each in known if each.limit is not None), default=None)
-        found.append(replace(known[0], limit=limit, bare=all(each.bare for each in known)))
+        link, bare = slowest([each.link for each in known]), all(each.bare for each in known)
+        found.append(replace(known[0], limit=limit, link=link, bare=bare))
     return found
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """Return the lowest rates of all ranks, which wait for each other."""
+    return Link(
+        min(link.d2h for link in links),
+        min(link.h2d for link in links),
+        max(link.latency for link in links),
+        min((link.both for link in links if link.both is not None), default=None),
+    )
 
 
 def disagreement(settings: Sequence[Settings]) -> str:

@@ -6,10 +6,9 @@ That step shows the order of the computations, what each group saves, and what t
 time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
 
-Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
-offload everything.  In the first one the first microbatch of each group is watched, and the operators of the second one
-are timed.  In the others the outputs are saved that are worth it, and the last one is measured.  All ranks run them,
-because they know the plans of all.
+Where a rank cannot keep within its memory at no cost, and groups may be recomputed, two more steps recompute and
+offload everything.  In the first one the programs of the groups are proven, and their operators timed; the second one
+is measured.  All ranks run them, because they know the plans of all.
 
 A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
 plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
@@ -19,31 +18,28 @@ that, because most of the memory is allocated in it.  Where a rank has no room f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..model.tuning.group_costs import measured_link
-from ..planner import OperatorCost, Variant, variants
+from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import within
-from ..planner.variants import worth_saving as outputs_worth_saving
 from ..replay import policy_for, saving
-from ..schedule.costs import Link
-from ..schedule.pipeline import Computation, StageCost, Step
+from ..schedule.costs import LayerCost, Link
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
-from .costs import even_costs, measured_costs
 from .exchange import Measured, Tried
-from .metering import StepMeter
+from .metering import StepMeter, even_costs, measured_costs
 from .stages import RankStage
 from .steering import has_grown
 
 __all__ = ["FirstSteps"]
 
 TIMED_STEPS = 3
-AGAIN_STEPS = 3
+AGAIN_STEPS = 2
 TRIAL_STEPS = 5
 TIMED_TRIALS = 2  # steps of a trial that are timed alike, of which the faster one counts: one may be slow by chance
 
@@ -55,15 +51,14 @@ class FirstSteps:
         self._stages, self._conductor, self._budget = stages, conductor, budget
         self._backend: Backend = conductor.engine.backend
         self.steps = TIMED_STEPS if self._backend.times else 1
-        self.of_first: Callable[[Any], Any] = lambda value: value  # see [Note: replicas]
         self._copies: StepMeter | None = None  # of a step that offloaded everything
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
         self._bare = False
         self.other_bytes = 0  # of device memory, beside saved tensors
         self._plain: Measured | None = None  # what was measured without recomputation
+        self._operators: dict[int, OperatorTimes] = {}  # by stage: of its groups
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
-        self._operators: dict[int, list[tuple[OperatorCost, ...]]] = {}  # by stage and group
         self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self.trying = False  # a plan
@@ -79,11 +74,11 @@ class FirstSteps:
             self._begin_trial(number)
             return
         if self._plain is not None and number < self.steps:
-            if number == self.steps - 1:
-                self._save_what_is_worth_it()
             return
+        for stage in self._stages:
+            stage.steering.operators = None  # a step in which operators are timed takes longer
         bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
-        bare = bare and all(of.steering.known for of in self._stages)
+        bare = bare and self._known
         self._backend.allocated()  # resets the peak
         with self._conductor.engine.lock:
             self._conductor.engine.counters.reset()
@@ -156,9 +151,9 @@ class FirstSteps:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
         limit = self._backend.memory_limit()
         if limit is not None:
-            limit = usable(limit, max((n for of in self._stages for g in of.steering.saved for _, n in g), default=0))
-        known = [of for of in (limit, self._budget) if of is not None]
-        return min(known, default=None)
+            groups = (group for stage in self._stages for group in stage.steering.saved)
+            limit = usable(limit, max((nbytes for group in groups for _, nbytes in group), default=0))
+        return min((each for each in (limit, self._budget) if each is not None), default=None)
 
     def _fits_bare(self) -> bool:
         """Return whether a step without offloading fits into the memory of the device."""
@@ -167,10 +162,7 @@ class FirstSteps:
 
     def _most_saved(self, order: Sequence[Step]) -> int:
         """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
-        sizes = {
-            of.index: of.steering.outside + sum(n for group in of.steering.saved for _, n in group)
-            for of in self._stages
-        }
+        sizes = {stage.index: stage.steering.outside + sum(stage.steering.sizes) for stage in self._stages}
         now = most = 0
         for step in order:
             if step.computation is Computation.FORWARD:
@@ -187,21 +179,24 @@ class FirstSteps:
         the `plan` that is followed, all groups of its stage do: what those that are recomputed would save is not seen.
         """
         learned = self._conductor.learned
-        if not learned.order or not all(of.steering.known for of in self._stages):
+        if not learned.order or not self._known:
             return None
-        names = {of.index: of.steering.names for of in self._stages}
+        names = {stage.index: stage.steering.names for stage in self._stages}
         link = self._link()
         if link is None:
             return None
         found = {}
-        for k, of in enumerate(self._stages):
-            cost = even_costs(of.index, of.steering.saved, learned, of.steering.outside, 0 if k else self.other_bytes)
+        for k, stage in enumerate(self._stages):
+            other, steering = 0 if k else self.other_bytes, stage.steering
+            cost = even_costs(stage.index, steering.saved, learned, steering.outside, other)
             if self._times is not None:
                 self._times.wait()
-                cost = measured_costs(of.index, cost, self._times)
-            found[of.index] = cost
+                cost = measured_costs(stage.index, cost, self._times)
+            found[stage.index] = cost
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
-        if self._plain is None or any(not set(names[stage]) <= set(of) for stage, of in self._plain.names.items()):
+        if self._plain is None or any(
+            not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()
+        ):
             return mine
         if self._again is None:
             if self._plain.names != names:
@@ -210,23 +205,29 @@ class FirstSteps:
         if plan is not None:
             self._grow(plan)
         plain, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
-        for stage, cost in self._plain.costs.items():  # of the groups that run now
-            at = [self._plain.names[stage].index(name) for name in names[stage]]
-            grown, growth = self._grown(stage, cost), self._growth.get(stage, 1.0)
+        for index, cost in self._plain.costs.items():  # of the groups that run now
+            at = [self._plain.names[index].index(name) for name in names[index]]
+            grown, growth = self._grown(index, cost), self._growth.get(index, 1.0)
             splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
             ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits)
-            plain[stage] = _with_boundary(ran, found[stage])
-            again[stage] = [tuple(_larger(way, growth) for way in self._again[stage][k]) for k in at]
+            now = found[index]
+            plain[index] = replace(
+                ran,
+                boundary_bytes=now.boundary_bytes,
+                sent_forward=now.sent_forward,
+                sent_backward=now.sent_backward,
+            )
+            again[index] = [tuple(_larger(way, growth) for way in self._again[index][k]) for k in at]
         return replace(self._plain, order=learned.order, names=names, costs=plain, again=again)
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Count by how much groups save more than in a plan."""
-        for of in self._stages:
-            if plan.names[of.index] != of.steering.names:
+        for stage in self._stages:
+            if plan.names[stage.index] != stage.steering.names:
                 continue
-            sizes = (sum(nbytes for _, nbytes in group) for group in of.steering.saved)
-            factors = (now / planned for now, planned in zip(sizes, plan.nbytes[of.index], strict=True) if planned)
-            self._growth[of.index] = self._growth.get(of.index, 1.0) * max(1.0, *factors)
+            sizes = zip(stage.steering.sizes, plan.nbytes[stage.index], strict=True)
+            factors = (now / planned for now, planned in sizes if planned)
+            self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
 
     def _grown(self, stage: int, cost: StageCost) -> StageCost:
         """Return the cost of a stage without recomputation, for what its groups save now."""
@@ -243,54 +244,40 @@ class FirstSteps:
         self._plain, self.steps = mine, number + AGAIN_STEPS - 1
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
-        for of in self._stages:
-            of.steering.recompute({name: policy_for("auto") for name in of.steering.names})
-            of.steering.operators = OperatorTimes(self._backend)
-
-    def _save_what_is_worth_it(self) -> None:
-        """Save the outputs of the operators whose time, as measured in the step before, is worth their bytes."""
-        assert self._plain is not None
-        self._backend.synchronize(self._backend.current_device())
-        for of in self._stages:
-            times, of.steering.operators = of.steering.operators, None
-            names, groups = self._plain.names[of.index], self._plain.costs[of.index].groups
-            ran = {name: key.group for name, key in zip(of.steering.names, of.steering.order, strict=True)}
-            costs = {ran[name]: cost for name, cost in zip(names, groups, strict=True) if name in ran}
-            timed = {} if times is None else times.costs()
-            found = {group: within(each, costs[group].forward) for group, each in timed.items() if group in costs}
-            self._operators[of.index] = [found.get(ran.get(name, -1), ()) for name in names]
-        self._operators = self.of_first(self._operators)
-        for of in self._stages:
-            saves = (tuple(each.name for each in outputs_worth_saving(group)) for group in self._operators[of.index])
-            named = zip(self._plain.names[of.index], saves, strict=True)
-            of.steering.recompute({name: saving(outputs) for name, outputs in named})
+        for stage in self._stages:
+            stage.steering.recompute(dict.fromkeys(stage.steering.names, policy_for(True)))
+            self._operators[stage.index] = stage.steering.operators = OperatorTimes(self._backend)
 
     def settle(self, plan: PipelinePlan) -> None:
         """Recompute what a plan says from the next step on."""
+        if self._plain is None:
+            return
         learned = self._conductor.learned
-        for of in self._stages if self._plain is not None else ():
-            saves = plan.saves.get(of.index, (None,) * len(plan.names[of.index]))
-            named = zip(plan.names[of.index], saves, strict=True)
-            of.steering.recompute({name: saving(outputs) for name, outputs in named if outputs is not None})
-            for k, (name, outputs) in enumerate(zip(plan.names[of.index], saves, strict=True)):
-                measured = self._plain.names[of.index] if self._plain is not None else ()
-                key = of.index, measured.index(name) if name in measured else -1
-                if outputs is None and key in self._used:
-                    learned.used[of.index, k] = self._used[key]
+        for stage in self._stages:
+            names, measured = plan.names[stage.index], self._plain.names[stage.index]
+            saves = plan.saves.get(stage.index, (None,) * len(names))
+            policies = {
+                name: saving(outputs) for name, outputs in zip(names, saves, strict=True) if outputs is not None
+            }
+            stage.steering.recompute(policies)
+            for k, name in enumerate(names):
+                key = stage.index, measured.index(name) if name in measured else -1
+                if name not in policies and key in self._used:
+                    learned.used[stage.index, k] = self._used[key]
 
     def _variants(self, found: Measured) -> dict[int, list[tuple[Variant, ...]]]:
         """Return the ways to run each group, the first one without recomputation."""
         assert self._plain is not None
         again: dict[int, list[tuple[Variant, ...]]] = {}
-        for stage, cost in found.costs.items():
-            groups = zip(self._plain.costs[stage].groups, cost.groups, self._operators[stage], strict=True)
-            again[stage] = []
-            for k, (plain, own, operators) in enumerate(groups):
-                less = plain.nbytes - own.nbytes
-                recomputed = replace(own, backward_temporary=max(less, 0))
-                ways = variants(plain, recomputed, operators) if less > 0 else (Variant(plain),)
-                late = cost.splits[k].kept if cost.splits else None
-                again[stage].append((ways[0], *(_at_once(way, late) for way in ways[1:])))
+        for stage in self._stages:
+            operators = self._operators[stage.index].costs()
+            ran = {name: key.group for name, key in zip(stage.steering.names, stage.steering.order, strict=True)}
+            plain, whole = self._plain.costs[stage.index], found.costs[stage.index]
+            splits = whole.splits or (None,) * len(whole.groups)
+            groups = zip(found.names[stage.index], plain.groups, whole.groups, splits, strict=True)
+            again[stage.index] = [
+                _ways(before, cost, operators.get(ran[name], ()), split) for name, before, cost, split in groups
+            ]
         return again
 
     def _link(self) -> Link | None:
@@ -304,23 +291,23 @@ class FirstSteps:
 
     def outdated(self, plan: PipelinePlan, costs: Mapping[int, StageCost]) -> bool:
         """Return whether there are other groups than when a plan was made from costs, or larger tensors."""
-        for of in self._stages:
-            of.steering.grow()
-        for of in self._stages:
-            sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
-            planned = plan.nbytes.get(of.index, sizes)
+        for stage in self._stages:
+            stage.steering.grow()
+        for stage in self._stages:
+            sizes = stage.steering.sizes
+            planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
-            if plan.names[of.index] != of.steering.names or any(has_grown(*pair) for pair in known):
+            if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            if has_grown(self._conductor.learned.sent.get(of.index, 0), costs[of.index].sent_forward):
+            if has_grown(self._conductor.learned.sent.get(stage.index, 0), costs[stage.index].sent_forward):
                 return True
         return False
 
-
-def _with_boundary(cost: StageCost, of: StageCost) -> StageCost:
-    """Return a cost with the boundary and the outputs of another one."""
-    return replace(cost, boundary_bytes=of.boundary_bytes, sent_forward=of.sent_forward, sent_backward=of.sent_backward)
+    @property
+    def _known(self) -> bool:
+        """Whether the groups of the latest forwards are those whose bytes are known."""
+        return all(stage.steering.known for stage in self._stages)
 
 
 def _larger(way: Variant, factor: float) -> Variant:
@@ -329,7 +316,20 @@ def _larger(way: Variant, factor: float) -> Variant:
     return replace(way, cost=way.cost.with_bytes(factor), read_again=again)
 
 
-def _at_once(way: Variant, read_again: int | None) -> Variant:
-    """Return a way whose saved tensors are needed where backward comes to the group, which recomputes from them."""
-    saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-    return replace(way, cost=replace(way.cost, saved=saved), read_again=read_again)
+def _ways(
+    plain: LayerCost, whole: LayerCost, operators: Sequence[OperatorCost], split: SplitCost | None
+) -> tuple[Variant, ...]:
+    """Return the ways to run a group: without recomputation, and those that follow from recomputing all of it.
+
+    Backward comes to a recomputed group with all that it saves, from which it recomputes.
+    """
+    less = plain.nbytes - whole.nbytes
+    if less <= 0:
+        return (Variant(plain),)
+    whole = replace(whole, backward_temporary=less)
+    _, *ways = replay_ways(whole, within(operators, plain.forward)) if operators else (None, Variant(whole, ()))
+    found, kept = [Variant(plain)], None if split is None else split.kept
+    for way in ways:
+        saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+        found.append(replace(way, cost=replace(way.cost, saved=saved), read_again=kept))
+    return tuple(found)

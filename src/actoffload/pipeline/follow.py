@@ -1,4 +1,4 @@
-"""Follow the steps of a pipeline schedule, and what its stages compute in them.
+"""Follow the steps of a pipeline schedule of `torch.distributed.pipelining`, and what its stages compute in them.
 
 `[Note: following stages]`  Neither a module nor autograd knows the microbatch.  A schedule passes it to the methods
 `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` of its stages.  So a followed schedule or
@@ -9,6 +9,7 @@ of the first step calls the module, and none of these methods.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,20 @@ from typing import Any, NamedTuple, Protocol
 from .._torch.modules import class_attribute
 from ..schedule.pipeline import Computation, Step
 
-__all__ = ["Observer", "follow", "observer_of", "unfollow"]
+__all__ = [
+    "NAMES",
+    "Observer",
+    "actions_of",
+    "follow",
+    "is_schedule",
+    "is_supported",
+    "microbatches",
+    "observer_of",
+    "rank_of",
+    "runs_backward",
+    "stages_of",
+    "unfollow",
+]
 
 _ENTRY = "_actoffload_pipeline"
 
@@ -121,3 +135,75 @@ def observer_of(schedule: Any) -> Observer | None:
     """Return what sees the steps of a schedule, or None."""
     entry: _Entry | None = vars(schedule).get(_ENTRY)
     return None if entry is None else entry.observer
+
+
+# What is used of schedules and stages; where PyTorch is built without them, nothing is a schedule
+
+NAMES = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
+"""The schedules that are supported; a subclass of one of them is, too."""
+
+RUNTIME = "_PipelineScheduleRuntime"
+"""The base class of those with several stages a rank, which runs any order, such as one that was loaded from a file."""
+
+
+def _schedules() -> Any:
+    try:
+        return importlib.import_module("torch.distributed.pipelining.schedules")
+    except ImportError:
+        return None
+
+
+def is_schedule(given: object) -> bool:
+    """Return whether an object is a pipeline schedule of PyTorch, supported or not."""
+    if not any(kind.__module__.startswith("torch.distributed.pipelining") for kind in type(given).__mro__):
+        return False
+    base = getattr(_schedules(), "_PipelineSchedule", ())
+    return isinstance(given, base) or (hasattr(given, "step") and hasattr(given, "eval"))
+
+
+def is_supported(schedule: object) -> bool:
+    """Return whether a pipeline schedule is one of `NAMES`, or runs an order of its own in the same way."""
+    known = tuple(found for name in (*NAMES, RUNTIME) if (found := getattr(_schedules(), name, None)) is not None)
+    return isinstance(schedule, known)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the stages of this rank, in the order of the schedule; none if they are not found."""
+    stages = getattr(schedule, "_stages", None)
+    one = getattr(schedule, "_stage", None)
+    return list(stages) if stages is not None else [] if one is None else [one]
+
+
+def microbatches(schedule: Any) -> int:
+    """Return the number of microbatches of a step; 0 if it is not known."""
+    return int(getattr(schedule, "_n_microbatches", 0))
+
+
+def runs_backward(schedule: Any) -> bool:
+    """Return whether the step that begins runs backward: not in `eval`, and not without a loss."""
+    return bool(getattr(schedule, "_has_backward", True))
+
+
+def rank_of(stage: Any) -> tuple[int, Any]:
+    """Return the rank of a stage in its process group, and the group; None for the default one."""
+    return int(getattr(stage, "group_rank", 0)), getattr(stage, "group", None)
+
+
+def actions_of(schedule: Any, rank: int) -> list[Any]:
+    """Return the actions of a rank, in order; none if the schedule does not say.
+
+    Schedules with several stages a rank run `pipeline_order_with_comms`; for the others there is a diagram.
+    """
+    for name in ("pipeline_order_with_comms", "pipeline_order"):
+        orders = getattr(schedule, name, None)
+        if orders and rank in orders:
+            return list(orders[rank])
+    return []

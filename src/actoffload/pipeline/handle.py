@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._pipelining import is_schedule
 from ..engine.statistics import Statistics
 from ..model.handle import OffloadHandle
 from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .exchange import gather
-from .follow import observer_of
+from .follow import is_schedule, observer_of
 from .report import PipelineReport, PipelineTable
 from .runner import Runner
 

@@ -1,20 +1,23 @@
-"""Measure a step of a schedule: when computations and groups begin and end on the device, and how fast copies are."""
+"""Measure a step of a schedule: when computations and groups begin and end, how fast copies are, and the costs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.statistics import Counters
 from ..model.tuning.metering import Border, Meter
-from ..schedule.pipeline import Computation, Step
+from ..schedule.costs import LayerCost, Saved
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.plan import When
 from ..schedule.timeline import Kind
+from .conductor import Learned
 
-__all__ = ["GroupSeconds", "StepMeter"]
+__all__ = ["GroupSeconds", "StepMeter", "even_costs", "measured_costs"]
 
 
 class GroupSeconds(NamedTuple):
@@ -104,8 +107,8 @@ class StepMeter(Meter):
         none = GroupSeconds(0.0, 0.0)
         return [
             GroupSeconds(
-                median(of.get(k, none).seconds for of in found),
-                median(of.get(k, none).gap for of in found),
+                median(spans.get(k, none).seconds for spans in found),
+                median(spans.get(k, none).gap for spans in found),
             )
             for k in range(count)
         ]
@@ -142,3 +145,76 @@ class StepMeter(Meter):
         return self._stalled
 
     _stalled: Callable[[float], float] | None = None
+
+
+# Costs
+
+
+def even_costs(
+    stage: int, saved: Sequence[Sequence[tuple[int, int]]], learned: Learned, outside: int = 0, other_bytes: int = 0
+) -> StageCost:
+    """Return the cost of a stage, with the same times for all groups.
+
+    `saved` has for each group the place and the bytes of each storage that it saves; a microbatch saves `outside` bytes
+    in no group, and `other_bytes` are always on the device.
+    """
+    groups, splits = [], []
+    for k, storages in enumerate(saved):
+        groups.append(LayerCost(1.0, 2.0, _evenly([nbytes for _, nbytes in storages])))
+        used = learned.used.get((stage, k), frozenset())
+        kept = sum(nbytes for place, nbytes in storages if place in used)
+        splits.append(SplitCost(1.0, 1.0, kept))
+    # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
+    late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
+    split = learned.split.get(stage, False) or (stage > 0 and stage in late)
+    sent = learned.sent.get(stage, 0)
+    return StageCost(
+        tuple(groups),
+        tuple(splits) if split else (),
+        learned.boundary.get(stage, 0) + outside,
+        sent_forward=sent,
+        sent_backward=learned.sent.get(stage - 1, sent),
+        other_bytes=other_bytes,
+    )
+
+
+def measured_costs(stage: int, even: StageCost, meter: StepMeter) -> StageCost:
+    """Return the cost of a stage with the times of a step; what the step did not show stays as in `even`."""
+    count = len(even.groups)
+    forward = meter.groups(stage, Computation.FORWARD, count)
+    halves = meter.groups(stage, Computation.BACKWARD_INPUT, count)
+    backward = meter.groups(stage, Computation.BACKWARD, count)
+    weight = meter.computations(stage, Computation.BACKWARD_WEIGHT)
+    if backward is None and not even.splits:  # the weight backward is the full one
+        backward = meter.groups(stage, Computation.BACKWARD_WEIGHT, count)
+    if forward is None or (backward is None and halves is None):
+        return even
+    whole = sum(half.seconds for half in halves) if halves else 0.0
+    splits = []
+    for k, split in enumerate(even.splits):
+        if halves is not None and weight is not None:
+            part = halves[k].seconds / whole if whole else 1 / count
+            split = replace(split, input_seconds=halves[k].seconds, weight_seconds=weight * part)
+        elif backward is not None:
+            split = replace(split, input_seconds=backward[k].seconds / 2, weight_seconds=backward[k].seconds / 2)
+        splits.append(split)
+    groups = []
+    for k, group in enumerate(even.groups):
+        seconds = backward[k].seconds if backward else splits[k].input_seconds + splits[k].weight_seconds
+        gap = (backward or halves or forward)[k].gap
+        groups.append(
+            replace(
+                group,
+                forward=forward[k].seconds,
+                gap_forward=forward[k].gap,
+                backward=seconds,
+                gap_backward=gap,
+            )
+        )
+    return replace(even, groups=tuple(groups), splits=tuple(splits))
+
+
+def _evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
+    """Return storages that are saved at equal distances, and needed in reverse order."""
+    count = len(sizes)
+    return tuple(Saved(nbytes, (k + 1) / count, (count - 1 - k) / count) for k, nbytes in enumerate(sizes) if nbytes)

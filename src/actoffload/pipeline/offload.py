@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, checked_limits
-from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
@@ -23,7 +22,7 @@ from ..replay import Given, Policy, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .exchange import Exchange, Settings
-from .follow import follow, observer_of
+from .follow import NAMES, follow, is_schedule, is_supported, microbatches, observer_of, rank_of, stages_of
 from .handle import PipelineHandle
 from .planning import Limits
 from .runner import Runner

@@ -1,22 +1,38 @@
-"""From what the ranks exchanged to the plans of all of them; every rank makes the same."""
+"""From what the ranks exchanged to the plans of all of them; every rank makes the same.
+
+`[Note: trial of the plans]`  The first steps measure groups and copies, each for itself.  Whether a whole step takes as
+long as was simulated for them is known only when it has run.  So the plans are tried.  If plans that should cost
+nothing cost time all the same, nothing is offloaded.  Where memory or the arguments ask for a cost, they are kept.
+Every rank decides from the same numbers, and so the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..planner import Variant, plan_pipeline
-from ..planner.pipeline_recomputation import recomputed, ways_of
-from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
-from ..schedule.pipeline_simulation import simulate_pipeline
 from ..schedule.timeline import milliseconds, size
-from .exchange import Measured
+from .exchange import Measured, Tried, slowest
 
-__all__ = ["Limits", "costs_time", "decision", "plans_of", "slowest", "variants_of"]
+__all__ = [
+    "Limits",
+    "Plans",
+    "act",
+    "after_trial",
+    "costs_time",
+    "decision",
+    "plans_of",
+    "slowest",
+    "variants_of",
+]
 
 FREE = 0.01  # of the time of a step
+
+Plans = tuple[PipelinePlan, ...]
+"""Of all ranks, in order."""
 
 
 @dataclass(frozen=True)
@@ -30,35 +46,37 @@ class Limits:
     may_recompute: bool = False  # where the memory is not enough
 
 
-def plans_of(
-    measured: Sequence[Measured], limits: Limits, slower: float = 1.0
-) -> tuple[tuple[PipelinePlan, ...], list[int]]:
-    """Return the plans of all ranks, and the bytes of saved tensors that each has on its device at a time.
-
-    Copies are expected to take `slower` times as long as measured.
-    """
-    orders, names = [of.order for of in measured], {stage: of for each in measured for stage, of in each.names.items()}
+def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
+    """Return the plans of all ranks."""
+    names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    stages, link = [costs[stage] for stage in sorted(costs)], slowest([of.link for of in measured], slower)
-    budgets = [of.limit for of in measured]
-    variants = variants_of(measured)
-    plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
-    plans: tuple[PipelinePlan, ...] = ()
+    stages, link = [costs[stage] for stage in sorted(costs)], slowest([each.link for each in measured])
+    plan = partial(
+        plan_pipeline,
+        [each.order for each in measured],
+        stages,
+        link,
+        names=names,
+        max_inflight=limits.max_inflight,
+    )
+    plans: Plans = ()
     if limits.memory_budget is None:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
-    if not plans or any(_exceeds(of, limit) for of, limit in zip(plans, budgets, strict=True)):
-        least = min(of for of in budgets if of is not None)
-        plans = plan(memory_budget=[least if of is None else of for of in budgets], variants=variants)
-    ways = ways_of(plans, variants)
-    stages = list(recomputed(stages, variants, ways))
-    peaks = [rank.peak_bytes for rank in simulate_pipeline(orders, stages, link, plans).ranks]
-    return plans, peaks
+    if not plans or _exceed(plans, measured):
+        least = min(each.limit for each in measured if each.limit is not None)
+        budgets = [least if each.limit is None else each.limit for each in measured]
+        plans = plan(memory_budget=budgets, variants=variants_of(measured))
+    return plans
 
 
-def costs_time(measured: Sequence[Measured], plans: Sequence[PipelinePlan]) -> bool:
+def costs_time(measured: Sequence[Measured], plans: Plans) -> bool:
     """Return whether a rank exceeds its memory, or a step takes longer than without offloading to keep within it."""
-    slow = any(of.seconds > of.baseline_seconds * (1 + FREE) for of in plans if of.seconds and of.baseline_seconds)
-    return slow or any(_exceeds(of, each.limit) for of, each in zip(plans, measured, strict=True))
+    return _expected(plans) > 1 + FREE or _exceed(plans, measured)
+
+
+def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
+    peaks = [plan.peak_bytes or 0 for plan in plans]
+    return any(each.limit is not None and peak > each.limit for peak, each in zip(peaks, measured, strict=True))
 
 
 def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Variant, ...]]]:
@@ -66,22 +84,7 @@ def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Varian
     return {stage: ways for each in measured for stage, ways in (each.again or {}).items()}
 
 
-def _exceeds(plan: PipelinePlan, limit: int | None) -> bool:
-    return limit is not None and plan.peak_bytes is not None and plan.peak_bytes > limit
-
-
-def slowest(links: Sequence[Link], slower: float = 1.0) -> Link:
-    """Return the lowest rates of all ranks, which wait for each other, divided by a factor."""
-    both = [link.both / slower for link in links if link.both is not None]
-    return Link(
-        min(link.d2h for link in links) / slower,
-        min(link.h2d for link in links) / slower,
-        max(link.latency for link in links),
-        min(both, default=None),
-    )
-
-
-def decision(plans: Sequence[PipelinePlan]) -> str:
+def decision(plans: Plans) -> str:
     """Return what was decided for each rank, in a line for each and one for all."""
     lines = ["The plans of all ranks of the pipeline:"]
     for plan in plans:
@@ -94,3 +97,42 @@ def decision(plans: Sequence[PipelinePlan]) -> str:
             line += f", {milliseconds(plan.seconds)} a step, {milliseconds(plan.baseline_seconds)} without offloading"
         lines.append(f"{line}. {plan.because}".rstrip())
     return "\n".join(lines)
+
+
+# Trials
+
+
+def act(plans: Plans) -> bool:
+    """Return whether a rank offloads or recomputes anything."""
+    return any(plan.transfers or plan.saves for plan in plans)
+
+
+def after_trial(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured], limits: Limits) -> Plans:
+    """Return what to keep after all ranks have tried their plans: these, or those that offload nothing."""
+    seconds = max(each.seconds for each in tried)
+    without = max((each.without for each in tried if each.without is not None), default=None)
+    planned = max(plan.seconds or 0.0 for plan in plans)
+    expected = planned * (1 + FREE) if without is None else (_expected(plans) + FREE) * without
+    if seconds <= expected:
+        return plans
+    beside = f"planned were {milliseconds(planned)}"
+    if without is not None:
+        beside = f"without offloading {milliseconds(without)}"
+    took, nothing = f"a step took {milliseconds(seconds)}, {beside}", plans_of(measured, replace(limits, fraction=0.0))
+    given = limits.memory_budget, limits.fraction, limits.delta_bytes_per_rank
+    if given != (None, None, None) or act(nothing):
+        return _saying(plans, f"With this plan {took}.")
+    if without is not None:
+        nothing = tuple(replace(plan, seconds=without, baseline_seconds=without) for plan in nothing)
+    return _saying(nothing, f"Nothing is offloaded, because {took}, although copies should have taken no time.")
+
+
+def _expected(plans: Plans) -> float:
+    """Return the time of a step over that of one without offloading, as simulated."""
+    times = [(plan.seconds, plan.baseline_seconds) for plan in plans]
+    return max(seconds / without if seconds and without else 1.0 for seconds, without in times)
+
+
+def _saying(plans: Plans, because: str) -> Plans:
+    """Return plans with a further reason."""
+    return tuple(replace(plan, because=f"{plan.because} {because}".strip()) for plan in plans)

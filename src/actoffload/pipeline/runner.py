@@ -10,23 +10,20 @@ from typing import Any
 
 import torch
 
-from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
 from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
 from ..model.tuning.board import LostRankError
-from ..schedule.pipeline import Computation, Step
-from ..schedule.pipeline_orders import read_order
+from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Exchange, Measured, Settings, agreed, disagreement
 from .first_steps import FirstSteps
-from .follow import unfollow
-from .planning import Limits, costs_time, decision, plans_of
+from .follow import actions_of, runs_backward, unfollow
+from .planning import Limits, Plans, act, after_trial, costs_time, decision, plans_of
 from .report import PipelineReport
 from .stages import RankStage, replicas_of
-from .trials import Plans, Trials
 
 __all__ = ["Runner"]
 
@@ -46,22 +43,7 @@ MOST_AGAIN = 2  # times that recomputation is measured, where a rank ran other g
 class Runner:
     """Follows the steps of a schedule; every rank of the pipeline has one.
 
-    Parameters
-    ----------
-    followed : sequence
-        The stages of the rank and the schedule.
-    stages : sequence of RankStage
-        The stages, followed.
-    conductor : Conductor
-        Of the rank.
-    settings : Settings
-        The arguments of this rank.
-    limits : Limits
-        What the arguments allow.
-    rank : int
-        This rank, in the pipeline.
-    exchange : Exchange
-        With the other ranks.
+    `followed` are the stages of the rank and the schedule; the settings are the arguments of this rank.
     """
 
     def __init__(
@@ -81,11 +63,9 @@ class Runner:
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
         self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
-        self._trials: Trials | None = None  # of the plans that were made then
         self._measured_again = 0  # times that recomputation was measured
-        self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
+        self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
-        self._expected: int | None = None  # peak of saved tensors in the plan of this rank
         self._peak = 0  # the same in the latest step in which all groups were followed
         self.number = 0  # of steps with backward that began
         self.installed = True
@@ -133,10 +113,10 @@ class Runner:
         elif self._alone:
             return
         elif self._script.trying and self.number > self._script.steps:
-            tried = [each for of in self._exchange.gather(self._script.tried()) for each in of]
-            if self._trials is not None and all(each is not None for each in tried):
-                self._trials.add([each for each in tried if each is not None])
-                self._next_trial()
+            tried = [each for ranks in self._exchange.gather(self._script.tried()) for each in ranks]
+            known = [each for each in tried if each is not None]
+            if len(known) == len(tried):
+                self._keep(after_trial(self.plans, known, self._measured, self._limits))
         elif not self.plans and self.number > self._script.steps:
             found = agreed(self._exchange.gather(self._script.measured(self.rank)))
             if found is not None:
@@ -144,7 +124,6 @@ class Runner:
 
     def _meet(self) -> None:
         """Find the ranks that run the same stages, and compare the arguments of all."""
-        self._script.of_first = self._exchange.of_first
         wrong = disagreement(self._exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
         if wrong:
             self.remove()
@@ -161,23 +140,21 @@ class Runner:
     def _decide(self, measured: list[Measured]) -> None:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
-        trials = Trials(measured, self._limits)
+        plans = plans_of(measured, self._limits)
         # All ranks decide by what all of them know; where groups come and go, what was measured is of no use.
         wanted = self._limits.may_recompute and any(each.again is None for each in measured)
-        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, trials.plans.of_ranks):
+        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, plans):
             self._measured_again += 1
             self._script.again(self._mine, self.number)
-            return
-        self._trials = trials
-        self._next_trial()
+        elif act(plans) and self.conductor.engine.backend.times:
+            self._follow(plans)
+            self._script.try_plan(self.number, bare=all(each.bare for each in measured))
+        else:
+            self._keep(plans)
 
-    def _next_trial(self) -> None:
-        """Follow the plans that are to be tried, or those that are kept."""
-        assert self._trials is not None
-        self._follow(self._trials.plans)
-        if not self._trials.ended and self.conductor.engine.backend.times:
-            self._script.try_plan(self.number, bare=all(each.bare for each in self._measured))
-            return
+    def _keep(self, plans: Plans) -> None:
+        """Follow the plans that are final."""
+        self._follow(plans)
         self._script.trying = False
         plan, engine = self.conductor.plan, self.conductor.engine
         if plan is not None and engine.backend.times:
@@ -219,7 +196,7 @@ class Runner:
         self._measured = [mine if each.rank == self.rank else each for each in self._measured]
         microbatches = {step.microbatch for step in mine.order}
         try:
-            found = Plans(*plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits))
+            found = plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits)
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
             return
@@ -227,12 +204,12 @@ class Runner:
 
     def _follow(self, plans: Plans) -> None:
         """Follow the plan of this rank."""
-        self.plans = plans.of_ranks
+        self.plans = plans
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
         self._script.settle(found)
         self.conductor.scoped = False
-        self.because, self._expected = found.because, plans.peaks[self.plans.index(found)]
+        self.because = found.because
 
     @property
     def group(self) -> Any:
@@ -249,11 +226,11 @@ class Runner:
         schedule = self._followed[-1]()
         return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
-    def _saved_bytes(self, of: RankStage) -> int:
+    def _saved_bytes(self, stage: RankStage) -> int:
         """Return what a microbatch of a stage saves; until a step has run with a new plan, what the plan expects."""
-        if of.steering.saved or self.conductor.plan is None:
-            return sum(nbytes for group in of.steering.saved for _, nbytes in group)
-        return sum(self.conductor.plan.nbytes[of.index])
+        if stage.steering.saved or self.conductor.plan is None:
+            return sum(stage.steering.sizes)
+        return sum(self.conductor.plan.nbytes[stage.index])
 
     def _peak_bytes(self, statistics: Statistics) -> int:
         """Return the highest bytes of saved tensors at a time, also where not all of them were seen."""
@@ -268,17 +245,17 @@ class Runner:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
         forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
-        saved = {of.index: self._saved_bytes(of) for of in self.stages}
-        groups = {of.index: len(of.steering.names) for of in self.stages}
+        saved = {stage.index: self._saved_bytes(stage) for stage in self.stages}
+        groups = {stage.index: len(stage.steering.names) for stage in self.stages}
         return PipelineReport(
             rank=self.rank,
-            stages=tuple(of.index for of in self.stages),
+            stages=tuple(saved),
             chunks=sum(groups[stage] for stage in forwards),
             offloaded=0 if plan is None else len(plan.transfers),
             saved_bytes=sum(saved[stage] for stage in forwards),
             offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
             peak_bytes=self._peak_bytes(statistics),
-            expected_bytes=self._expected,
+            expected_bytes=None if plan is None else plan.saved_peak_bytes,
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,
             host_bytes=statistics.host_bytes,

@@ -29,28 +29,8 @@ __all__ = ["RankStage", "entries_of", "problem_of", "replicas_of"]
 class RankStage:
     """One stage of a rank, whose module is followed.
 
-    Parameters
-    ----------
-    stage : object
-        A stage of `torch.distributed.pipelining`.
-    conductor : Conductor
-        Of the rank.
-    layers, keep
-        As in `offload`.
-    policy : Policy, optional
-        What is saved of the groups, if they are recomputed.
-    arguments : mapping
-        Of `offload`, for reports.
-
-    Attributes
-    ----------
-    entries : dict of str to str
-        Those of `layers` and `keep`, each with the reason if it means nothing in this stage; another stage may have it.
-
-    Raises
-    ------
-    ValueError
-        If the module has no groups, or is offloaded already.
+    Its `entries` are those of `layers` and `keep`, each with the reason if it means nothing in this stage; another
+    stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
     """
 
     def __init__(
@@ -74,13 +54,16 @@ class RankStage:
         keep, entries = _matching(keep, lambda entry: find_kept(module, [entry]))
         self.entries |= entries
         chosen, kept, searching = _groups(module, layers, keep, title)
-        plans = GroupPlans(GroupSchedule(), [of.kind for of in chosen])
+        plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
         if searching:
-            plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
+            plans.learn([GroupKey(k) for k, group in enumerate(chosen) if group.kind == BLOCK])
         modules = [
             FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-            *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
-            *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
+            *(
+                FollowedModule(GROUP, group.name, weakref.ref(group.module), k, group.kind)
+                for k, group in enumerate(chosen)
+            ),
+            *(FollowedModule(KEPT, name, weakref.ref(module)) for name, module in kept),
         ]
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
 
@@ -130,7 +113,7 @@ def _groups(
     if default and not searching:
         chosen = choose(module, [..., *others] if others else None, alone=True)
     elif default:
-        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+        chosen = candidates(module, choose(module, others) if others else (), [module for _, module in kept])
     else:
         chosen = choose(module, others)
     if not chosen:
@@ -138,7 +121,7 @@ def _groups(
             f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one "
             "layer on each stage."
         )
-    both = {name for name, _ in kept} & {of.name for of in chosen}
+    both = {name for name, _ in kept} & {group.name for group in chosen}
     if both:
         raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     return chosen, kept, searching

@@ -24,8 +24,12 @@ KEPT = -1  # the place of a storage that is kept on the device
 GROWN = 64  # a group may save this part more than in the plan
 
 
-def _size(saved: Sequence[tuple[int, int]]) -> int:
-    return sum(nbytes for _, nbytes in saved)
+Group = tuple[tuple[int, int], ...]
+"""What a group saves: place and bytes of each storage."""
+
+
+def _size(group: Group) -> int:
+    return sum(nbytes for _, nbytes in group)
 
 
 def has_grown(now: int, before: int) -> bool:
@@ -58,19 +62,7 @@ def _lean(order: tuple[GroupKey, ...]) -> Roles:
 
 
 class StageSteering:
-    """Steer the forwards of one stage.
-
-    Parameters
-    ----------
-    stage : int
-        Its index in the pipeline.
-    conductor : Conductor
-        Of the rank.
-    groups, plans, log
-        Of the module of the stage.
-    policies : mapping of int to Policy
-        What is saved of each group that is recomputed.
-    """
+    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed."""
 
     settling = False  # the plan is one for all stages, and `PipelineHandle.settling` is about it
 
@@ -86,12 +78,10 @@ class StageSteering:
         self._stage, self._conductor = stage, conductor
         self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
         self._always = policies
-        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
-        self._latest: tuple[tuple[tuple[int, int], ...], ...] = ()  # the same of the latest microbatch
-        self._groups_of_saved: tuple[
-            GroupKey, ...
-        ] = ()  # which they are; `saved` is of a forward that was followed whole
-        self._group_of: dict[str, int] = {}  # by name, of all groups that ever ran
+        self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
+        self._latest: tuple[Group, ...] = ()  # in the latest microbatch
+        self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
+        self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.bare = False  # offload nothing, to measure the groups
         self.unfollowed = False  # run as without offloading, to time whole steps
@@ -101,13 +91,18 @@ class StageSteering:
 
     def recompute(self, policies: Mapping[str, Policy]) -> None:
         """Recompute other groups from the next forward on, by their names, also those that were skipped."""
-        self._policies = {self._group_of[name]: of for name, of in policies.items() if name in self._group_of}
+        self._policies = {self._numbers[name]: policy for name, policy in policies.items() if name in self._numbers}
         self.saved = self._latest = ()
 
     @property
     def known(self) -> bool:
         """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
         return bool(self.saved) and self._groups_of_saved == self._plans.order
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that each group saves."""
+        return tuple(map(_size, self.saved))
 
     @property
     def order(self) -> tuple[GroupKey, ...]:
@@ -137,14 +132,14 @@ class StageSteering:
             roles_of = partial(self._offloading, frozenset())
         elif microbatch.planned:
             assert conductor.plan is not None
-            plan, of = conductor.plan, (microbatch.stage, microbatch.number)
-            chunks = [chunk for chunk in plan.transfers if chunk[:2] == of]
+            plan, key = conductor.plan, (microbatch.stage, microbatch.number)
+            chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
             roles_of = partial(self._offloading, offloaded)
         mode = Mode.WHOLE
         if conductor.scoped and microbatch.planned and not self.adopts:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
-            every = len(order) >= len(self._group_of)  # otherwise those that were skipped may run again
+            every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
@@ -181,13 +176,13 @@ class StageSteering:
             kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
             self.outside = max(self.outside, sum(kept))
         if done.partly:
-            sizes = zip(map(_size, saved), map(_size, self.saved), strict=False)
+            sizes = zip(map(_size, saved), self.sizes, strict=False)
             self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
         elif not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             self._latest = self.saved
             names = group_names(self.groups, sequence)
-            self._group_of |= {name: key.group for name, key in zip(names, sequence, strict=True)}
+            self._numbers |= {name: key.group for name, key in zip(names, sequence, strict=True)}
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
             self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)

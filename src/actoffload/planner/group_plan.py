@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
 from .._arguments import check_kind, check_kinds
 from .._folding import fold, fold_names, numberless
-from ..schedule.plan import Action, Do, Event, Plan, When
-from ..schedule.plan_file import PlanFile, number, optional_number
+from ..schedule.plan import Action, Do, Event, Plan, PlanFile, When, leanest_calls, number, optional_number
 from ..schedule.timeline import mebibytes, milliseconds, size
-from .remap import remap
 
-__all__ = ["Choice", "GroupPlan"]
+__all__ = ["GroupPlan"]
 
 FILE = PlanFile("plan", 1, "handle.plan.save(path)")
 NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
-
-
-class Choice(enum.Enum):
-    """What is done with the tensors that a group saves."""
-
-    KEEP = "keep"
-    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)
@@ -108,12 +97,6 @@ class GroupPlan:
         return tuple(k for k, saves in enumerate(self.saves) if saves is not None)
 
     @property
-    def choices(self) -> tuple[Choice, ...]:
-        """What is done with each group."""
-        offloaded = set(self.offloaded)
-        return tuple(Choice.OFFLOAD if k in offloaded else Choice.KEEP for k in range(len(self.names)))
-
-    @property
     def offloaded_bytes(self) -> int:
         """Bytes that are offloaded."""
         return sum(self.nbytes[k] for k in self.offloaded)
@@ -136,22 +119,24 @@ class GroupPlan:
         """
         if self.matches(names):
             return self
-        plan, earlier = remap(self.plan, self.names, names, offload_others=offload_others)
+        plan, earlier = _remap(self.plan, self.names, names, offload_others=offload_others)
         nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
         less = tuple(0 if k is None else self.recomputed_nbytes[k] for k in earlier) if self.recomputed_nbytes else ()
         saves = tuple(None if k is None else self.saves[k] for k in earlier) if self.saves else ()
         return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less, saves=saves)
 
     def __str__(self) -> str:
-        less, again = self.recomputed_nbytes or (0,) * len(self.names), set(self.recomputed)
-        groups = zip(self.names, self.choices, self.nbytes, less, map(again.__contains__, count()), strict=False)
+        offloaded, again = set(self.offloaded), set(self.recomputed)
+        less = self.recomputed_nbytes or (0,) * len(self.names)
+        groups = [(name, k in offloaded, k in again, less[k], self.nbytes[k]) for k, name in enumerate(self.names)]
         rows = []
-        for same in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            names, choices, sizes, of_again, recomputed = zip(*same, strict=True)
-            rows.append(
-                self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}, sum(of_again), recomputed[0])
-            )
-        total = {Choice.KEEP: self.kept_bytes, Choice.OFFLOAD: self.offloaded_bytes}
+        for alike in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
+            nbytes = sum(group[4] for group in alike)
+            _, leaves, recomputed, saved_less, _ = alike[0]
+            sizes = (0, nbytes) if leaves else (nbytes, 0)
+            name = fold_names(tuple(group[0] for group in alike))
+            rows.append(self._row(name, len(alike), sizes, len(alike) * saved_less, recomputed))
+        total = self.kept_bytes, self.offloaded_bytes
         rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), bool(again))]
         header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
@@ -159,10 +144,9 @@ class GroupPlan:
         unknown = "" if any(self.nbytes) or any(less) else NO_BYTES
         return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because, unknown))))))
 
-    def _row(self, name: str, number: int, nbytes: dict[Choice, int], less: int, recomputed: bool) -> list[str]:
+    def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""
-        sizes = [nbytes.get(Choice.KEEP), nbytes.get(Choice.OFFLOAD), *([less] if self.recomputed else [])]
-        cells = [mebibytes(size) if size else "-" for size in sizes]
+        cells = [mebibytes(size) if size else "-" for size in (*sizes, *([less] if self.recomputed else []))]
         if recomputed and not less:
             cells[-1] = "yes"
         return [name, str(number), *cells]
@@ -232,5 +216,71 @@ def _read(content: dict[str, Any]) -> GroupPlan:
         because=because,
         recomputed_nbytes=tuple(map(number, content.get("recomputed_nbytes", ()))),
         recompute_seconds=number(content.get("recompute_seconds", 0.0), int, float),
-        saves=tuple(None if of is None else tuple(map(str, of)) for of in content.get("saves", ())),
+        saves=tuple(None if names is None else tuple(map(str, names)) for names in content.get("saves", ())),
     )
+
+
+# Another sequence of groups
+
+
+def _remap(
+    plan: Plan, names: Sequence[str], others: Sequence[str], *, offload_others: bool = False
+) -> tuple[Plan, tuple[int | None, ...]]:
+    """Return the plan for other groups than `names`, and the earlier position of each, None for new groups.
+
+    `offload_others`: new groups are offloaded as in `Roles.leanest`, and so is the last one, if others follow it now.
+    """
+    places: dict[tuple[str, int], int] = {_nth(names, k): k for k in range(len(names))}
+    earlier = tuple(places.get(_nth(others, k)) for k in range(len(others)))
+    now = {k: position for position, k in enumerate(earlier) if k is not None}
+    moved = Plan(len(others))
+    events = list(moved.events())
+    order = {event: k for k, event in enumerate(events)}
+    # For each earlier event, the place of itself or of the next one in time whose group still runs.
+    target: dict[Event, int] = {}
+    place = len(events)
+    for event in reversed(list(plan.events())):
+        if event.layer in now:
+            place = order[Event(event.when, now[event.layer])]
+        target[event] = place
+    found: dict[int, list[tuple[int, int, Action]]] = {}
+    acts = ((event, act) for event in plan.events() for act in plan.at(event.when, event.layer))
+    for rank, (event, act) in enumerate(acts):
+        if act.layer in now:
+            found.setdefault(now[act.layer], []).append((target[event], rank, Action(act.do, now[act.layer])))
+    calls = [call for layer, mine in found.items() if layer < len(others) - 1 for call in _valid(layer, mine, order)]
+    if offload_others:
+        new = [k for k, before in enumerate(earlier[:-1]) if before in (None, len(names) - 1) and k not in found]
+        # [guard: groups that a plan does not know]
+        calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
+    calls.sort(key=lambda call: call[:2])
+    return Plan.of(len(others), ((events[place], action) for place, _, action in calls)), earlier
+
+
+def _nth(names: Sequence[str], position: int) -> tuple[str, int]:
+    """Return a name and how many times it comes before a position."""
+    return names[position], names[:position].count(names[position])
+
+
+def _valid(
+    layer: int, actions: Iterable[tuple[int, int, Action]], order: dict[Event, int]
+) -> list[tuple[int, int, Action]]:
+    """Return the actions of a layer, each moved behind those before it; none if they do not fit before its backward."""
+    begins = order[Event(When.BACKWARD_START, layer)]
+    earliest = order[Event(When.FORWARD_START, layer)]
+    events = list(order)
+    valid: list[tuple[int, int, Action]] = []
+    for place, rank, action in actions:
+        if action.do is Do.RELEASE:
+            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
+        if action.do is Do.INCREMENTAL_RELEASE:  # the release does the rest
+            moved = place < earliest or place >= begins or events[place].when is not When.FORWARD_START
+            if moved or place < order[Event(When.FORWARD_END, layer)]:
+                continue
+        earliest = max(earliest, place)  # [guard: moved action]
+        if action.do is Do.RELOAD:
+            earliest = min(earliest, begins)  # [guard: moved reload]
+        if earliest > begins or (earliest == begins and action.do is Do.RELEASE):
+            return []
+        valid.append((earliest, rank, action))
+    return valid

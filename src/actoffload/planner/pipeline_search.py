@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
 from .._arguments import check_fraction, check_kind, check_max_inflight, number_of_bytes
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
-from ..schedule.pipeline_plan import PipelinePlan
-from ..schedule.pipeline_rank import Steps
-from ..schedule.pipeline_results import RankSimulation
-from ..schedule.pipeline_simulation import Pipeline, check_pipeline
+from ..schedule.pipeline_plan import Actions, PipelinePlan
+from ..schedule.pipeline_simulation import Pipeline, RankSimulation, check_pipeline
 from ..schedule.timeline import size
-from .pipeline_choices import Knobs, RankChoices
-from .pipeline_placement import RankPlacement
-from .pipeline_profile import RankProfile
-from .pipeline_recomputation import StageVariants, Ways, recomputed, saved_by, upgrades
+from .pipeline_placement import RankPlacement, RankProfile, place_rank
+from .variants import StageVariants, Ways, recomputed, saved_by, upgrades
 
-__all__ = ["plan_pipeline"]
+__all__ = ["Knobs", "RankChoices", "plan_pipeline"]
 
 MARGINS = 0.05, 0.15, 0.3, 0.6
 """Parts of the time of a copy by which it is expected to be late; the next is tried if the simulation stalls."""
@@ -32,14 +28,15 @@ FREE = 0.002
 EXTENTS = 10
 """Extents of recomputation that are tried."""
 
-QUICK, ALL = 4, 12
-"""Numbers of groups that are tried for a limit."""
-
 PRECISION = 64
 """The level of the peaks is found within this part of it."""
 
 COSTS = "No plan of this rank"
 """How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
+
+
+TRIALS = 12
+"""Numbers of parts that are tried for a limit."""
 
 
 def plan_pipeline(
@@ -97,7 +94,7 @@ def plan_pipeline(
     >>> orders = one_f_one_b(ranks=4, microbatches=16)
     >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
-    [2048, 2048, 2048, 1024]
+    [1792, 1792, 1792, 1024]
     """
     check_pipeline(orders, stages, link, send_latency, send_bandwidth)
     if names is not None:
@@ -120,6 +117,92 @@ def plan_pipeline(
     search.recompute(budgets)
     return search.plans(search.best(budgets), names or {})
 
+
+# Placements of one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the user allows; None for no limit."""
+
+    fraction: float | None = None  # of the bytes of each microbatch that may be offloaded
+    delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
+    max_inflight: int | None = None  # groups that may be copied to the host at a time
+
+    @property
+    def given(self) -> bool:
+        """Whether they say how much is offloaded."""
+        return self.fraction is not None or self.delta_bytes is not None
+
+
+@dataclass
+class RankChoices:
+    """The placements of one rank."""
+
+    profile: RankProfile
+    rank: int  # its number
+    knobs: Knobs
+    margin: float  # as in `place_rank`
+
+    def __post_init__(self) -> None:
+        kinds, candidates = self.profile.kinds(), self.profile.candidates
+        each = [candidates[members[0]].nbytes for _, members in kinds]
+        room = sum(each) * (1.0 if self.knobs.fraction is None else self.knobs.fraction)
+        room -= self.rank * (self.knobs.delta_bytes or 0)
+        possible, idle = list[list[int]](), list[list[int]]()
+        for nbytes, (seconds, members) in zip(each, kinds, strict=True):
+            if nbytes <= room:
+                room -= nbytes
+                possible.append(members)
+                idle += [members] if seconds > 0 else []
+        self.parts, self._idle = self.profile.parts(possible), self.profile.parts(idle)
+
+    def _place(self, parts: Sequence[Sequence[int]], limit: float = inf) -> list[RankPlacement]:
+        """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
+        chosen = [k for part in parts for k in part]
+        split = [k for k in chosen if self.profile.candidates[k].split]
+        how: dict[str, Any] = {"margin": self.margin, "max_inflight": self.knobs.max_inflight}
+        freed_twice: Sequence[Sequence[int]] = ((), split) if split else ((),)
+        return [place_rank(self.profile, chosen, again, limit, **how) for again in freed_twice]
+
+    @cached_property
+    def free(self) -> RankPlacement:
+        """The placement of all for which there is time."""
+        return min(self._place(self._idle), key=lambda placement: placement.peak_bytes)
+
+    def reaching(self, limit: int) -> RankPlacement:
+        """Return `free` without what need not be offloaded for a peak within a limit."""
+        placement = self.free.copy()
+        placement.trim(max(limit, placement.peak_bytes))
+        return placement
+
+    def within(
+        self, limit: int, seconds: Callable[[RankPlacement], float], free: float
+    ) -> tuple[RankPlacement, float] | None:
+        """Return the placement within a limit that takes the least time, and that time; None if none was found.
+
+        Of those that take at most `free` seconds it is about the one of the fewest bytes, which is tried first.
+        """
+        found: tuple[RankPlacement, float] | None = None
+        count = len(self.parts)
+        for number in reversed(range(count, 0, -max(count // TRIALS, 1))):
+            for placement in self._place(self.parts[:number], limit):
+                if placement.peak_bytes > limit:
+                    continue
+                placement.trim(limit)
+                took = seconds(placement)
+                if found is None or took < found[1]:
+                    found = placement, took
+                if took <= free:
+                    return found
+        return found
+
+    def smallest(self) -> RankPlacement:
+        """Return the placement with the smallest peak that can be had at any cost."""
+        return min(self._place(self.parts, 0), key=lambda placement: placement.peak_bytes)
+
+
+# The search
 
 Chosen = tuple[RankPlacement, str]
 """What a rank does, and why."""
@@ -149,8 +232,8 @@ class _Search:
         ranks = self.pipeline.run([{}] * len(self.orders))
         self.seconds = max((rank.end for rank in ranks), default=0.0)
         self.profiles = [
-            RankProfile.of(order, of.starts, self.pipeline.times, self.pipeline.link)
-            for order, of in zip(self.orders, ranks, strict=True)
+            RankProfile.of(order, rank, self.pipeline.times, self.pipeline.link)
+            for order, rank in zip(self.orders, ranks, strict=True)
         ]
 
     def _choices(self, rank: int, margin: float = MARGINS[0]) -> RankChoices:
@@ -177,16 +260,16 @@ class _Search:
     def _seconds(self, rank: int, budget: int) -> float:
         """Return the time of a step in which one rank keeps within its budget; infinite if it cannot."""
         choices = self._choices(rank)
-        if choices.free(choices.lowest()).peak_bytes <= budget:
+        if choices.free.peak_bytes <= budget:
             return self.seconds
         found = choices.within(budget, partial(self._alone, rank), self.allowed)
         return inf if found is None else found[1]
 
     def _alone(self, rank: int, placement: RankPlacement) -> float:
         """Return the time of a step in which one rank offloads."""
-        actions: list[Steps] = [{} for _ in self.orders]
+        actions: list[Actions] = [{} for _ in self.orders]
         actions[rank] = placement.actions()
-        return max(of.end for of in self.pipeline.run(actions))
+        return max(rank.end for rank in self.pipeline.run(actions))
 
     @property
     def allowed(self) -> float:
@@ -198,11 +281,10 @@ class _Search:
         found: list[Chosen] = []
         for margin in MARGINS:
             ranks = [self._choices(rank, margin) for rank in range(len(self.orders))]
-            free = [of.everything() if self.knobs.given else of.free(of.lowest()) for of in ranks]
-            found = self._leveled(ranks, free, budgets)
-            for of, lowest, budget in zip(ranks, free, budgets, strict=True):
+            found = self._leveled([rank for rank, budget in zip(ranks, budgets, strict=True) if budget is None])
+            for rank, budget in zip(ranks, budgets, strict=True):
                 if budget is not None:
-                    found[of.rank] = self._within(of, lowest, budget)
+                    found[rank.rank] = self._within(rank, budget)
             if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
                 return found
         return self._without_stalls(found, budgets)
@@ -218,57 +300,60 @@ class _Search:
             profile = self.profiles[worst]
             found[worst] = RankPlacement(profile, list(profile.needs)), "Offloading would cost time here."
 
-    def _leveled(
-        self, ranks: Sequence[RankChoices], free: Sequence[RankPlacement], budgets: Sequence[int | None]
-    ) -> list[Chosen]:
+    def _leveled(self, ranks: Sequence[RankChoices]) -> list[Chosen]:
         """Return what the ranks without a budget do for the lowest peak that all of them reach at no cost.
 
         Where a rank waits for another one, it can as well wait for its copies.
         """
+        found = self._nothing()
         if self.knobs.given:
-            return [(of, "") for of in free]
-        mine = [(rank, of) for rank, of, budget in zip(ranks, free, budgets, strict=True) if budget is None]
-        high = max((of.peak_bytes for _, of in mine), default=0)
-        low = max((rank.smallest().peak_bytes for rank, _ in mine), default=0)
-        found = self._at(mine, high) or []
+            for rank in ranks:
+                found[rank.rank] = rank.free, ""
+            return found
+        high = max((rank.free.peak_bytes for rank in ranks), default=0)
+        low = max((rank.smallest().peak_bytes for rank in ranks), default=0)
+        found = self._at(ranks, high) or found
         while high - low > max(high // PRECISION, 1):
             middle = (low + high) // 2
-            lower = self._at(mine, middle)
+            lower = self._at(ranks, middle)
             if lower is None or self._simulated(lower)[1] > self.allowed:
                 low = middle
             else:
-                found, high = lower, max(placement.peak_bytes for placement, _ in lower)
+                found, high = lower, max(lower[rank.rank][0].peak_bytes for rank in ranks)
         return [(placement, f"No rank needs more than {size(high)}.") for placement, _ in found]
 
-    def _at(self, ranks: Sequence[tuple[RankChoices, RankPlacement]], level: int) -> list[Chosen] | None:
+    def _nothing(self) -> list[Chosen]:
+        return [(RankPlacement(profile, list(profile.needs)), "") for profile in self.profiles]
+
+    def _at(self, ranks: Sequence[RankChoices], level: int) -> list[Chosen] | None:
         """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
-        found: list[Chosen] = [(RankPlacement(profile, [0]), "") for profile in self.profiles]
-        for rank, free in sorted(ranks, key=lambda of: -of[1].peak_bytes):
-            placement = self._without_cost(rank, free, level, QUICK)
+        found = self._nothing()
+        for rank in sorted(ranks, key=lambda rank: -rank.free.peak_bytes):
+            placement = self._without_cost(rank, level)
             if placement is None:
                 return None
             found[rank.rank] = placement, ""
         return found
 
-    def _without_cost(self, rank: RankChoices, free: RankPlacement, limit: int, trials: int) -> RankPlacement | None:
+    def _without_cost(self, rank: RankChoices, limit: int) -> RankPlacement | None:
         """Return the placement of a rank within a limit, or None if none without a cost in time is found."""
-        if free.peak_bytes <= limit:
+        if rank.free.peak_bytes <= limit:
             return rank.reaching(limit)
-        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed, trials)
+        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed)
         return found[0] if found is not None and found[1] <= self.allowed else None
 
-    def _within(self, rank: RankChoices, free: RankPlacement, budget: int) -> Chosen:
+    def _within(self, rank: RankChoices, budget: int) -> Chosen:
         """Return what a rank with a budget does, and why."""
-        if self.knobs.given and free.peak_bytes <= budget:
-            return free, ""
-        placement = self._without_cost(rank, free, budget, ALL)
-        if placement is not None:
-            return placement, ""
+        if self.knobs.given and rank.free.peak_bytes <= budget:
+            return rank.free, ""
+        if rank.free.peak_bytes <= budget:
+            return rank.reaching(budget), ""
         found = rank.within(budget, partial(self._alone, rank.rank), self.allowed)
         if found is None:
             because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
             return rank.smallest(), because
-        return found[0], f"{COSTS} without a cost in time is within the limit of {size(budget)}."
+        free = found[1] <= self.allowed
+        return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
 
     def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankSimulation], float]:
         ranks = self.pipeline.run([placement.actions() for placement, _ in found])
@@ -299,6 +384,7 @@ class _Search:
                 seconds=seconds,
                 baseline_seconds=self.baseline_seconds,
                 peak_bytes=ranks[number].device_peak_bytes,
+                saved_peak_bytes=ranks[number].peak_bytes,
                 because=because,
             )
             for number, (placement, because) in enumerate(found)

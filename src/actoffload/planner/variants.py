@@ -1,23 +1,34 @@
-"""The ways to run a group: without recomputation, and recomputed with more or fewer outputs of operators saved."""
+"""The ways to run a group: without recomputation, and with more or fewer outputs of its operators saved."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import LayerCost, Saved
+from ..schedule.pipeline import SplitCost, StageCost
+from ..schedule.pipeline_plan import PipelinePlan
 
-__all__ = ["OperatorCost", "Variant", "replay_ways", "variants", "with_host", "within", "worth_saving"]
+__all__ = [
+    "OperatorCost",
+    "StageVariants",
+    "Variant",
+    "Ways",
+    "recomputed",
+    "replay_ways",
+    "saved_by",
+    "upgrades",
+    "ways_of",
+    "within",
+]
 
-COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
-CHEAP = 0.25  # of the bytes of operators that are not known to be costly are outputs of such ones, at least
-STEPS = 12  # into which the outputs that are worth saving are divided
-MORE = 4  # into which the other outputs are divided
+STEPS = 12  # into which the outputs of a group are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +43,6 @@ class OperatorCost:
         Time of the device.
     sizes : tuple of int
         Bytes of each output; none if they cannot be saved, or are not needed.
-    costly : bool
-        Whether it is known to take much time for the bytes of its outputs.
     reads : tuple of int
         Positions of the operators whose outputs it reads.
     needed : bool
@@ -53,7 +62,6 @@ class OperatorCost:
     name: str
     seconds: float
     sizes: tuple[int, ...]
-    costly: bool = False
     reads: tuple[int, ...] = ()
     needed: bool = True
     returned: int = 0
@@ -73,11 +81,6 @@ class OperatorCost:
         if self.returned in own:
             own.remove(self.returned)
         return tuple(own)
-
-    @property
-    def density(self) -> float:
-        """Seconds that a saved byte is worth."""
-        return self.seconds / self.nbytes if self.nbytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,92 +104,10 @@ class Variant:
     read_again: int | None = None
 
 
-def with_host(groups: Sequence[Sequence[Variant]], factor: float) -> list[tuple[Variant, ...]]:
-    """Return the ways to run groups with the times of the host multiplied by a factor.
-
-    Where steps are short, the host decides what a plan takes: a group of which outputs of operators are saved is much
-    work for it.  On a machine that others use it may be twice as slow in one step as in the next, so what one step
-    showed of it says little.
-
-    Examples
-    --------
-    >>> from actoffload.planner.variants import Variant, with_host
-    >>> from actoffload.schedule import LayerCost
-    >>> group = (Variant(LayerCost(0.010, 0.020, host_forward=0.004, host_backward=0.001)),)
-    >>> [[way]] = with_host([group], 2.0)
-    >>> way.cost.host_forward, way.cost.host_backward
-    (0.008, 0.002)
-    """
-
-    def scaled(way: Variant) -> Variant:
-        cost = way.cost
-        forward, backward = factor * cost.host_forward, factor * cost.host_backward
-        return replace(way, cost=replace(cost, host_forward=forward, host_backward=backward))
-
-    return [tuple(map(scaled, group)) for group in groups]
-
-
 def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
     """Return how long those of the operators take that run again if the outputs of some, given by name, are saved."""
     pairs = zip(operators, _again(operators, saved), strict=True)
     return sum(each.seconds for each, again in pairs if again)
-
-
-@lru_cache(maxsize=256)  # groups are alike
-def worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...]:
-    """Return the operators whose saved outputs save much time for their bytes, the best one first.
-
-    An output saves the time of its operator, and of those that run again for nothing else.  Matrix products,
-    convolutions and attention are worth it, and what follows them cheaply; the others only read and write memory.
-    """
-    known = sorted((of for of in operators if of.nbytes and not of.costly), key=lambda of: of.density)
-    left, floor = CHEAP * sum(of.nbytes for of in known), 0.0
-    for of in known:
-        floor = of.density
-        left -= of.nbytes
-        if left <= 0:
-            break
-    found = _best_first(operators, (), lambda of, density: of.costly or density >= COSTLY * floor > 0)
-    now = seconds_again(operators, {of.name for of in found})
-    for each in list(found):  # some are not read any more
-        others = [other for other in found if other is not each]
-        if seconds_again(operators, {of.name for of in others}) <= now:
-            found = others
-    return tuple(found)
-
-
-@lru_cache(maxsize=256)
-def less_worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...]:
-    """Return the other operators whose saved outputs save time, the best one first."""
-    return tuple(_best_first(operators, worth_saving(operators), lambda of, density: True))
-
-
-def _best_first(
-    operators: Sequence[OperatorCost],
-    saved: Sequence[OperatorCost],
-    may: Callable[[OperatorCost, float], bool],
-) -> list[OperatorCost]:
-    """Return operators beside those that are saved, the one first whose output saves most time for its bytes.
-
-    `may` says of an operator, and of the seconds for each byte, whether it is taken.
-    """
-    known, found = [of for of in operators if of.nbytes and of not in saved], list[OperatorCost]()
-    names = {of.name for of in saved}
-    now = seconds_again(operators, names)
-    while True:
-        best, most, then = None, 0.0, now
-        for of in known:
-            if of.name in names:
-                continue
-            left = seconds_again(operators, {*names, of.name})
-            density = (now - left) / of.nbytes
-            if density > most and may(of, density):
-                best, most, then = of, density, left
-        if best is None:
-            return found
-        found.append(best)
-        names.add(best.name)
-        now = then
 
 
 def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
@@ -194,65 +115,11 @@ def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorC
 
     Where the host is slower than the device, each waits for it while it is timed alone: all for about as long.
     """
-    left = sorted((of.seconds for of in operators), reverse=True)
+    left = sorted((operator.seconds for operator in operators), reverse=True)
     while left and sum(left) - len(left) * left[-1] > seconds:
         left.pop()
     late = max((sum(left) - seconds) / len(left), 0.0) if left else 0.0
-    return tuple([replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators])
-
-
-def variants(
-    plain: LayerCost,
-    recomputed: LayerCost,
-    operators: tuple[OperatorCost, ...] = (),
-    whole: LayerCost | None = None,
-) -> tuple[Variant, ...]:
-    """Return the ways to run a group, from the most bytes saved to none; the first is without recomputation.
-
-    Parameters
-    ----------
-    plain : LayerCost
-        The group without recomputation.
-    recomputed : LayerCost
-        The group when it was recomputed, and the outputs of the operators that are worth it were saved.
-    operators : tuple of OperatorCost
-        All operators of the group, with times as `within` its forward.
-    whole : LayerCost, optional
-        The group when all of it was recomputed; by default what follows from the operators.
-
-    Notes
-    -----
-    The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
-    for a time in forward, and again in backward; beside that, memory is as in that of `recomputed` and `whole` which
-    needs more.  A further output that is saved comes on top of that: it may have been freed where most is needed.
-    Forward does the same work in each, but the device may have waited for the host; in backward the host may have
-    waited for copies.  A way that saves as much as the group does without recomputation is left out.
-    """
-    if whole is not None:  # which ran without hooks of each operator
-        plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
-        whole = _with_work_of(replace(whole, forward=plain.forward), plain)
-    recomputed = _with_work_of(replace(recomputed, forward=plain.forward), plain)
-    dense = worth_saving(operators)
-    least = seconds_again(operators, {of.name for of in dense})
-    found = [Variant(plain)]
-    more = less_worth_saving(operators)
-    for number in _steps([of.nbytes for of in more], MORE):
-        saves = tuple(of.name for of in (*dense, *more[:number]))
-        cost = _with(recomputed, operators, more[:number], least - seconds_again(operators, saves))
-        cost = replace(cost, backward=max(cost.backward, plain.backward))  # operators seem slower one by one
-        if number and recomputed.nbytes < cost.nbytes < plain.nbytes:
-            found.append(Variant(cost, saves))
-    found.append(Variant(recomputed, tuple(of.name for of in dense)))
-    for number in _steps([of.nbytes for of in dense], STEPS):
-        saves = tuple(of.name for of in dense[:number])
-        cost = _without(recomputed, dense[number:], seconds_again(operators, saves) - least)
-        if whole is not None:
-            cost = _at_most(cost, recomputed, whole)
-        if not number:  # run without dispatch modes
-            host = plain.host_forward, plain.host_forward + plain.host_backward
-            cost = replace(cost, host_forward=host[0], host_backward=host[1]) if whole is None else whole
-        found.append(Variant(cost, saves))
-    return tuple(found)
+    return tuple([replace(operator, seconds=max(operator.seconds - late, 0.0)) for operator in operators])
 
 
 def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[Variant, ...]:
@@ -354,24 +221,6 @@ def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, 
     return tuple(found)
 
 
-def _with_work_of(cost: LayerCost, plain: LayerCost) -> LayerCost:
-    """Return the cost of a recomputed group in whose backward the host does no more than its forward and backward."""
-    return replace(cost, host_backward=min(cost.host_backward, plain.host_backward + cost.host_forward))
-
-
-def _at_most(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
-    """Return a cost with the temporary memory of that of two others which needs more."""
-
-    def temporary(of_dense: int, of_whole: int) -> int:
-        return max(max(of_whole + whole.nbytes, of_dense + dense.nbytes) - cost.nbytes, 0)
-
-    return replace(
-        cost,
-        forward_temporary=temporary(dense.forward_temporary, whole.forward_temporary),
-        backward_temporary=temporary(dense.backward_temporary, whole.backward_temporary),
-    )
-
-
 def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
     """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
     before, total = len(sizes), sum(sizes)
@@ -387,35 +236,104 @@ def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
         yield 0
 
 
-def _with(
-    cost: LayerCost, operators: Sequence[OperatorCost], more: Collection[OperatorCost], seconds: float
-) -> LayerCost:
-    """Return the cost of a group in which further outputs are saved and not run again, which spares some seconds."""
-    backward = max(cost.backward - seconds, 0.0)
-    scale = cost.backward / backward if backward else 1.0
-    saved = [replace(each, needed_at=min(each.needed_at * scale, 1.0)) for each in cost.saved]
-    for of in more:
-        place = (operators.index(of) + 1) / len(operators)
-        saved += [Saved(nbytes, place, 1 - place) for nbytes in of.own]
-    saved.sort(key=lambda each: each.saved_at)
-    return replace(cost, backward=backward, saved=tuple(saved))
+# The stages of a pipeline
+
+StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
+"""For some stages the ways to run each group, as `variants` returns them: the first without recomputation."""
+
+Ways: TypeAlias = Mapping[tuple[int, int], int]
+"""By stage and group the position of the way that is taken; others are run without recomputation."""
 
 
-def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:
-    """Return the cost of a group in which some outputs are run again instead of saved, which takes some seconds."""
-    less, saved, gone = Counter(nbytes for of in again for nbytes in of.own), list[Saved](), 0
-    backward = cost.backward + seconds
-    scale = cost.backward / backward if backward else 1.0
-    for each in cost.saved:
-        if less[each.nbytes]:
-            less[each.nbytes] -= 1
-            gone += each.nbytes
-        else:
-            saved.append(replace(each, needed_at=each.needed_at * scale))
-    return replace(
-        cost,
-        backward=backward,
-        saved=tuple(saved),
-        forward_temporary=cost.forward_temporary + gone,
-        backward_temporary=cost.backward_temporary + gone + sum(of.returned for of in again),
-    )
+class _Upgrade(NamedTuple):
+    """From one way of a group to one that saves less."""
+
+    price: float  # seconds for each byte
+    stage: int
+    group: int
+    way: int
+
+
+def upgrades(variants: StageVariants, stages: Iterable[int]) -> list[dict[tuple[int, int], int]]:
+    """Return ways to run the groups of some stages, from no recomputation to the most, the cheapest bytes first."""
+    steps: list[_Upgrade] = []
+    for stage in sorted(set(stages) & set(variants)):
+        for group, ways in enumerate(variants[stage]):
+            steps += _worthwhile(stage, group, [way.cost for way in ways])
+    found: list[dict[tuple[int, int], int]] = [{}]
+    for step in sorted(steps):
+        found.append({**found[-1], (step.stage, step.group): step.way})
+    return found
+
+
+def _worthwhile(stage: int, group: int, costs: Sequence[LayerCost]) -> list[_Upgrade]:
+    """Return the ways of one group such that each further byte costs more than those before it."""
+    found: list[_Upgrade] = []
+    for way in range(1, len(costs)):
+        while True:
+            before = found[-1].way if found else 0
+            less = costs[before].nbytes - costs[way].nbytes
+            if less <= 0:
+                break
+            price = (_seconds(costs[way]) - _seconds(costs[before])) / less
+            if not found or price >= found[-1].price:
+                found.append(_Upgrade(price, stage, group, way))
+                break
+            found.pop()
+    return found
+
+
+def _seconds(cost: LayerCost) -> float:
+    return cost.forward + cost.backward
+
+
+def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways) -> tuple[StageCost, ...]:
+    """Return what the stages cost if their groups are run in some ways."""
+    found = list(stages)
+    for stage in sorted({stage for stage, _ in ways}):
+        cost = stages[stage]
+        groups, splits = list(cost.groups), list(cost.splits)
+        for group, plain in enumerate(cost.groups):
+            way = ways.get((stage, group))
+            if way is None:
+                continue
+            taken = variants[stage][group][way]
+            groups[group] = taken.cost
+            if splits:
+                splits[group] = _split(splits[group], plain, taken)
+        found[stage] = replace(cost, groups=tuple(groups), splits=tuple(splits))
+    return tuple(found)
+
+
+def _split(split: SplitCost, plain: LayerCost, way: Variant) -> SplitCost:
+    """Return the split of a recomputed group: it is recomputed once, in the input backward.
+
+    What the weight backward reads and the group does not save is recomputed, and stays until then.
+    """
+    seconds = max(split.input_seconds + way.cost.backward - plain.backward, 0.0)
+    kept = min(split.kept if way.read_again is None else way.read_again, way.cost.nbytes)
+    return replace(split, input_seconds=seconds, kept=kept, recomputed=max(split.kept - kept, 0))
+
+
+def ways_of(plans: Iterable[PipelinePlan], variants: StageVariants) -> dict[tuple[int, int], int]:
+    """Return the ways in which plans recompute groups."""
+    return {
+        (stage, group): next(k for k, way in enumerate(variants[stage][group]) if way.saves == names)
+        for plan in plans
+        for stage, saves in plan.saves.items()
+        for group, names in enumerate(saves)
+        if names is not None
+    }
+
+
+def saved_by(
+    stages: Sequence[StageCost], variants: StageVariants, ways: Ways
+) -> dict[int, tuple[tuple[str, ...] | None, ...]]:
+    """Return for each stage with recomputation what its groups save: see `PipelinePlan.saves`."""
+    found = {}
+    for stage in sorted({stage for stage, _ in ways}):
+        groups = range(len(stages[stage].groups))
+        found[stage] = tuple(
+            variants[stage][group][ways[stage, group]].saves if (stage, group) in ways else None for group in groups
+        )
+    return found

@@ -1,11 +1,23 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved
-from .pipeline import Chunk, ChunkAction, Computation, Moment, SplitCost, StageCost, Step, Transfer
-from .pipeline_orders import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, read_order
+from .pipeline import (
+    Chunk,
+    ChunkAction,
+    Computation,
+    Moment,
+    SplitCost,
+    StageCost,
+    Step,
+    Transfer,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+    read_order,
+)
 from .pipeline_plan import PipelinePlan
-from .pipeline_results import PipelineSimulation, RankSimulation
-from .pipeline_simulation import simulate_pipeline
+from .pipeline_simulation import PipelineSimulation, RankSimulation, simulate_pipeline
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import simulate

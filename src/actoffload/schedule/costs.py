@@ -11,7 +11,7 @@ from statistics import median
 from .._arguments import check_bytes, check_fits, check_seconds, check_whole
 from .timeline import Kind, Span, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
+__all__ = ["LayerCost", "Link", "Saved", "backward_starts", "copies_back", "copies_out", "measured_costs"]
 
 
 def _fraction(name: str, value: float, section: str) -> None:
@@ -136,7 +136,7 @@ class LayerCost:
     def with_bytes(self, factor: float) -> LayerCost:
         """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
         check_fits("a number of times, finite and 0 or more", lambda value: 0 <= value < math.inf, factor=factor)
-        return replace(self, saved=tuple(replace(of, nbytes=math.ceil(of.nbytes * factor)) for of in self.saved))
+        return replace(self, saved=tuple(replace(each, nbytes=math.ceil(each.nbytes * factor)) for each in self.saved))
 
     @classmethod
     def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
@@ -183,6 +183,16 @@ class Link:
                 check_fits("bytes per second, more than 0", lambda value: value > 0, **{name: value})
         check_seconds(latency=self.latency)
 
+    def end(self, start: float, seconds: float, busy: float, *, back: bool) -> float:
+        """Return when copies end that take some seconds alone, while the other direction is busy until a time."""
+        own, other = (self.h2d, self.d2h) if back else (self.d2h, self.h2d)
+        if busy <= start or self.both is None or self.both >= own + other:
+            return start + seconds
+        rest, together = max(self.both - other, 0.0) / own, busy - start
+        if rest and seconds <= rest * together:
+            return start + seconds / rest
+        return start + together + (seconds - rest * together)
+
 
 def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
     """Return the seconds of the copies to the host, and from the start of forward until they are done."""
@@ -202,6 +212,20 @@ def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
         needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
         ahead = max(ahead, total - needed)
     return total, ahead
+
+
+def backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float, float]:
+    """Return when the backward of each layer starts without copies, and when the whole backward begins and ends."""
+    starts, compute, host = [0.0] * len(costs), 0.0, 0.0
+    for cost in costs:
+        host += cost.host_forward
+        compute = max(compute + cost.gap_forward + cost.forward, host)
+    begin = compute
+    for k, cost in reversed(list(enumerate(costs))):
+        starts[k] = compute + cost.gap_backward
+        host += cost.host_backward
+        compute = max(starts[k] + cost.backward, host)
+    return starts, begin, compute
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:

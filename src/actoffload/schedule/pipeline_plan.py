@@ -15,18 +15,19 @@ from typing import Any
 from tabulate import SEPARATING_LINE, tabulate
 
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
-from .plan import Do
-from .plan_file import PlanFile, number, optional_number
+from .plan import Do, PlanFile, number, optional_number
 from .timeline import mebibytes, milliseconds
 
-__all__ = ["Call", "PipelinePlan", "actions_at"]
+__all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
 
 FILE = PlanFile("pipeline plan", 1, "plan.save(path)")
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
+Actions = dict[int, dict[int, tuple[ChunkAction, ...]]]
+"""Actions by step and position."""
 NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
-WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
+WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "saved_peak_bytes", "because"  # as they are
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class PipelinePlan:
         are saved.  Stages that are not named are not recomputed.
     seconds, baseline_seconds : float, optional
         Expected time of a step of the schedule, and without offloading.
-    peak_bytes : int, optional
-        Expected peak of device memory of this rank.
+    peak_bytes, saved_peak_bytes : int, optional
+        Expected peak of device memory of this rank, and of saved tensors alone.
     because : str
         One sentence on why this plan was chosen; may be empty.
 
@@ -91,8 +92,9 @@ class PipelinePlan:
     seconds: float | None = None
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
+    saved_peak_bytes: int | None = None
     because: str = ""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = field(init=False, repr=False, compare=False)
+    actions: Actions = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +198,7 @@ class PipelinePlan:
                 return f"{self.order[moment.step]} has no position {moment.position}"
         return ""
 
-    def _by_moment(self) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+    def _by_moment(self) -> Actions:
         """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
@@ -213,7 +215,7 @@ class PipelinePlan:
     def __str__(self) -> str:
         rows, total = [], [0, 0]
         for stage, names in self.names.items():
-            microbatches = sum(of == stage for of, _ in self._uses)
+            microbatches = sum(own == stage for own, _ in self._uses)
             nbytes, saves = self.nbytes.get(stage) or (0,) * len(names), self.saves.get(stage, ())
             for group, name in enumerate(names):
                 number = sum(chunk.stage == stage and chunk.group == group for chunk in self.transfers)
@@ -280,12 +282,12 @@ class PipelinePlan:
         return FILE.read(path, _read)
 
 
-def actions_at(calls: Iterable[Call]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+def actions_at(calls: Iterable[Call]) -> Actions:
     """Return actions by step and position, in order."""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
+    actions: Actions = {}
     for (step, position), kind, _, chunk in sorted(calls):
-        of = actions.setdefault(step, {})
-        of[position] = (*of.get(position, ()), ChunkAction(KINDS[kind], chunk))
+        at_step = actions.setdefault(step, {})
+        at_step[position] = (*at_step.get(position, ()), ChunkAction(KINDS[kind], chunk))
     return actions
 
 
@@ -312,12 +314,13 @@ def _read(content: dict[str, Any]) -> PipelinePlan:
         splits={stage: split is True for stage, (_, split, *_) in stages.items()},
         nbytes={stage: tuple(map(number, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
         saves={
-            stage: tuple(None if of is None else tuple(map(str, of)) for of in saves)
+            stage: tuple(None if names is None else tuple(map(str, names)) for names in saves)
             for stage, (*_, saves) in stages.items()
             if saves is not None
         },
         seconds=optional_number(content["seconds"], int, float),
         baseline_seconds=optional_number(content["baseline_seconds"], int, float),
         peak_bytes=optional_number(content["peak_bytes"]),
+        saved_peak_bytes=optional_number(content["saved_peak_bytes"]),
         because=str(content["because"]),
     )

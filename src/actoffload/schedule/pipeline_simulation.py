@@ -2,20 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import inf
+
+from tabulate import tabulate
 
 from .._arguments import check_fits, check_kind, check_kinds, check_seconds
 from .costs import Link
 from .pipeline import Computation, StageCost, Step
-from .pipeline_plan import PipelinePlan
-from .pipeline_rank import NEVER, Compiled, RankRun, Steps
-from .pipeline_results import PipelineSimulation, RankSimulation
-from .pipeline_times import StageTimes, Whole, stage_times
-from .timeline import Timeline
+from .pipeline_plan import Actions, PipelinePlan
+from .pipeline_run import NEVER, Compiled, GroupTimes, RankRun, StageTimes
+from .timeline import Timeline, mebibytes, milliseconds
 
-__all__ = ["Pipeline", "simulate_pipeline"]
+__all__ = ["Pipeline", "PipelineSimulation", "RankSimulation", "check_pipeline", "simulate_pipeline"]
+
+
+@dataclass(frozen=True)
+class RankSimulation:
+    """What `simulate_pipeline` predicts for one rank.
+
+    Parameters
+    ----------
+    end : float
+        Seconds until its last computation has ended.
+    bubble_seconds : float
+        Seconds for which compute waited for what other ranks send, before its last computation.
+    stall_seconds : float
+        Seconds for which compute waited for copies.
+    peak_bytes : int
+        Largest number of bytes of saved activations on the device at one time.
+    device_peak_bytes : int
+        The same with all that the costs name beside them.
+    bytes_offloaded, bytes_reloaded : int
+        Bytes copied to the host and back.
+    starts : tuple of float
+        When each computation of the order starts.
+    record : callable
+        Returns the run again, with its timeline and its levels of memory.
+    """
+
+    end: float
+    bubble_seconds: float
+    stall_seconds: float
+    peak_bytes: int
+    device_peak_bytes: int
+    bytes_offloaded: int
+    bytes_reloaded: int
+    starts: tuple[float, ...]
+    record: Callable[[], RankRun] = field(repr=False, compare=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes."""
+        return self.record().timeline()
+
+
+@dataclass(frozen=True)
+class PipelineSimulation:
+    """What `simulate_pipeline` predicts for one step of a schedule; ``print`` gives a table by rank.
+
+    Parameters
+    ----------
+    ranks : tuple of RankSimulation
+        One for each rank.
+    baseline : tuple of RankSimulation
+        The same without offloading.
+    """
+
+    ranks: tuple[RankSimulation, ...]
+    baseline: tuple[RankSimulation, ...]
+
+    @property
+    def step_time(self) -> float:
+        """Seconds until the last rank has ended."""
+        return max(rank.end for rank in self.ranks)
+
+    @property
+    def baseline_time(self) -> float:
+        """The same without offloading."""
+        return max(rank.end for rank in self.baseline)
+
+    @property
+    def slowdown(self) -> float:
+        """Step time divided by that without offloading; 1.0 means that offloading costs no time."""
+        return self.step_time / self.baseline_time if self.baseline_time else 1.0
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                str(number),
+                mebibytes(without.device_peak_bytes),
+                mebibytes(rank.device_peak_bytes),
+                mebibytes(rank.bytes_offloaded),
+                milliseconds(rank.stall_seconds),
+                milliseconds(rank.bubble_seconds),
+            ]
+            for number, (rank, without) in enumerate(zip(self.ranks, self.baseline, strict=True))
+        ]
+        header = ["rank", "peak without", "peak", "offloaded", "stalled", "bubbles"]
+        table = tabulate(rows, header, disable_numparse=True, colalign=("right",) * len(header))
+        return f"step {milliseconds(self.step_time)}, {self.slowdown:.3f} x no offload\n\n{table}"
 
 
 def simulate_pipeline(
@@ -62,8 +150,7 @@ def simulate_pipeline(
 
     Examples
     --------
-    >>> from actoffload.schedule import LayerCost, Link, StageCost, simulate_pipeline
-    >>> from actoffload.schedule.pipeline_orders import one_f_one_b
+    >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b, simulate_pipeline
     >>> stage = StageCost((LayerCost.even(2**30, forward=0.010, backward=0.020),))
     >>> print(simulate_pipeline(one_f_one_b(ranks=2, microbatches=4), [stage] * 2, Link(d2h=50e9, h2d=50e9)))
     step 150.00 ms, 1.000 x no offload
@@ -79,7 +166,7 @@ def simulate_pipeline(
     steps = [tuple(order) for order in orders]
     nothing: list[PipelinePlan | None] = [None] * len(steps)
     planned = nothing if plans is None else list(plans)
-    _check(steps, stages, planned)
+    _check_plans(steps, stages, planned)
     pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
     baseline = ranks = pipeline.run([{}] * len(steps))
     if any(plan is not None and plan.transfers for plan in planned):
@@ -104,7 +191,7 @@ def check_pipeline(
     check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
 
 
-def _check(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: list[PipelinePlan | None]) -> None:
+def _check_plans(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: list[PipelinePlan | None]) -> None:
     if len(plans) != len(orders):
         raise ValueError(f"There are {len(plans)} plans for {len(orders)} ranks; give one for each.")
     for rank, (order, plan) in enumerate(zip(orders, plans, strict=True)):
@@ -140,7 +227,7 @@ class Pipeline:
         send_latency: float = 0.0,
         send_bandwidth: float = inf,
     ) -> None:
-        self.link, self.times = link, stage_times(stages, link)
+        self.link, self.times = link, _stage_times(stages, link)
         self.latency, self.bandwidth = send_latency, send_bandwidth
         self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
         self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
@@ -150,36 +237,26 @@ class Pipeline:
             for step in order
             if step.computation is Computation.BACKWARD_INPUT and stages[step.stage].splits
         }
-        self.compiled = [self._compile(rank, order) for rank, order in enumerate(orders)]
+        self.compiled = [[self._compile(rank, step) for step in order] for rank, order in enumerate(orders)]
 
-    def _compile(self, rank: int, order: Sequence[Step]) -> list[Compiled]:
-        """Return the steps of a rank with all that is looked up for them."""
-        first = {(step.stage, step.computation): Compiled(-1, -1, 0.0, *self._costs(step)) for step in order}
-        number = self.microbatches
-        compiled = []
-        for (stage, computation), of in first.items():
-            if computation is Computation.BACKWARD_WEIGHT:
-                continue
-            forward = computation is Computation.FORWARD
-            before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            needs = (2 * before + forward) * number if before in self.rank_of else -1
-            cost = of.times.cost
-            nbytes = cost.sent_forward if forward else cost.sent_backward
-            far = self.rank_of.get(behind, rank) != rank
-            delay = self.latency + nbytes / self.bandwidth if far else 0.0
-            first[stage, computation] = of._replace(needs=needs, sends=(2 * stage + forward) * number, delay=delay)
-        for step in order:
-            needs, sends, delay, whole, times, _ = first[step.stage, step.computation]
-            at = step.microbatch
-            compiled.append(
-                Compiled(needs + at if needs >= 0 else -1, sends + at if sends >= 0 else -1, delay, whole, times, step)
-            )
-        return compiled
+    def _compile(self, rank: int, step: Step) -> Compiled:
+        times, forward = self.times[step.stage], step.computation is Computation.FORWARD
+        if step.computation is Computation.BACKWARD_WEIGHT:
+            return Compiled(-1, -1, 0.0, times, step)
+        before, behind = (step.stage - 1, step.stage + 1) if forward else (step.stage + 1, step.stage - 1)
 
-    def run(self, actions: Sequence[Steps]) -> tuple[RankSimulation, ...]:
+        def message(stage: int) -> int:
+            return (2 * stage + forward) * self.microbatches + step.microbatch
+
+        nbytes = times.cost.sent_forward if forward else times.cost.sent_backward
+        far = self.rank_of.get(behind, rank) != rank
+        delay = self.latency + nbytes / self.bandwidth if far else 0.0
+        return Compiled(message(before) if before in self.rank_of else -1, message(step.stage), delay, times, step)
+
+    def run(self, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
         """Run every rank with its actions as far as it comes, until all have ended."""
         arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
-        ranks = [self._rank(number, of) for number, of in enumerate(actions)]
+        ranks = [self._rank(number, acts) for number, acts in enumerate(actions)]
         waiting: dict[int, int] = {}
         ready = list(reversed(range(len(ranks))))
         while ready:
@@ -205,17 +282,24 @@ class Pipeline:
             for number, rank in enumerate(ranks)
         )
 
-    def _rank(self, number: int, actions: Steps, record: bool = False) -> RankRun:
+    def _rank(self, number: int, actions: Actions, record: bool = False) -> RankRun:
         steps = self.compiled[number]
         other = {step.step.stage: step.times.cost.other_bytes for step in steps}
         return RankRun(steps, self.times, self.link, sum(other.values()), actions, self.split, record)
 
-    def _record(self, number: int, actions: Steps, arrivals: list[float]) -> Timeline:
+    def _record(self, number: int, actions: Actions, arrivals: list[float]) -> RankRun:
         """Run one rank again, with what the others sent."""
         rank = self._rank(number, actions, record=True)
         rank.advance(list(arrivals), {}, [])
-        return rank.timeline()
+        return rank
 
-    def _costs(self, step: Step) -> tuple[Whole, StageTimes, Step]:
-        times = self.times[step.stage]
-        return times.whole[step.computation], times, step
+
+def _stage_times(stages: Sequence[StageCost], link: Link) -> list[StageTimes]:
+    """Return the times of all stages; equal ones are worked out once."""
+    known: dict[int, StageTimes] = {}
+    for cost in stages:
+        if id(cost) not in known:
+            splits = cost.splits or (None,) * len(cost.groups)
+            groups = [GroupTimes.of(group, split, link) for group, split in zip(cost.groups, splits, strict=True)]
+            known[id(cost)] = StageTimes(cost, groups)
+    return [known[id(cost)] for cost in stages]

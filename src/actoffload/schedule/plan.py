@@ -6,14 +6,30 @@ A plan is data: the engine executes it, `simulate` predicts its cost, and the do
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from .._arguments import check_kind, check_whole
 
-__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "leanest_calls"]
+__all__ = [
+    "OUTSIDE",
+    "Action",
+    "Do",
+    "Event",
+    "Plan",
+    "PlanFile",
+    "Roles",
+    "When",
+    "leanest_calls",
+    "number",
+    "optional_number",
+]
 
 
 class When(enum.Enum):
@@ -299,3 +315,49 @@ def _reached(plan: Plan) -> frozenset[int]:
     events = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
     before = {event.layer - 1 for event in events if event.when is When.BACKWARD_END}
     return frozenset({*plan.offloaded, *(event.layer for event in events), *before})
+
+
+# Files
+
+_Plan = TypeVar("_Plan")
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A kind of plan file."""
+
+    kind: str  # what the file has, as errors name it
+    version: int  # of the content
+    written_by: str  # the call that writes such a file, as errors name it
+
+    def write(self, path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+        """Write the content, with one entry a line."""
+        entries = {"format": f"actoffload {self.kind}", "version": self.version, **content}
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
+        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+    def read(self, path: str | os.PathLike[str], plan_of: Callable[[dict[str, Any]], _Plan]) -> _Plan:
+        """Return what a function makes of the content; a `ValueError` if it fails, or the file is of another kind."""
+        text = Path(path).read_bytes()
+        try:
+            content = json.loads(text)
+            if (content["format"], content["version"]) != (f"actoffload {self.kind}", self.version):
+                raise ValueError(f"expected actoffload {self.kind} of version {self.version}")
+            return plan_of(content)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no {self.kind} that this version of actoffload can read ({error!r}); "
+                f"write it with `{self.written_by}`."
+            ) from error
+
+
+def number(value: Any, *types: type) -> Any:
+    """Return a number of one of the types, int if none is given; raise a `ValueError` for others and negative ones."""
+    if type(value) not in (types or (int,)) or not value >= 0:
+        raise ValueError(f"{value!r} is no number that was expected")
+    return value
+
+
+def optional_number(value: Any, *types: type) -> Any:
+    """Return None, or what `number` returns."""
+    return None if value is None else number(value, *types)

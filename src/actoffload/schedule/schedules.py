@@ -145,8 +145,7 @@ class GroupSchedule:
     already copied bytes of group ``i``.  So the device holds the bytes of ``d`` groups and one tensor.  Group ``i`` is
     reloaded after the backward of group ``i + r``, where ``r`` is the number of kept groups at the end, or
     ``max_inflight + 1`` if that is less; with several kinds at most 2, because groups of different sizes do not fit
-    into each other's memory.  If only one group is kept, the next one is prefetched into the bytes that backward has
-    freed beyond the first quarter, because no copy could overlap with compute otherwise.
+    into each other's memory.
 
     Parameters
     ----------

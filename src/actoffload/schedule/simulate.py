@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._arguments import check_kind, check_kinds, check_seconds
-from .clocks import Clocks
-from .costs import LayerCost, Link, Saved
+from .costs import LayerCost, Link, Saved, backward_starts
 from .plan import Do, Plan, When
-from .timeline import Kind, Simulation, Timeline
+from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = ["simulate"]
 
@@ -73,7 +72,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
             f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "
             "give one LayerCost per layer, in order of the forward."
         )
-    run = _Run(plan, tuple(layers), Clocks(link), _Memory(other=layers[0].other_bytes[0]), host_seconds)
+    run = _Run(plan, tuple(layers), _Clocks(link), _Memory(other=layers[0].other_bytes[0]), host_seconds)
     for layer in range(plan.model_layers):
         run.forward(layer)
     forward_time, forward_stall = run.clocks.compute, run.clocks.stalled
@@ -84,7 +83,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
         timeline=Timeline.build(run.clocks.spans, run.memory.resident, source="simulated"),
         step_time=run.clocks.compute,
         forward_time=forward_time,
-        baseline=_baseline(layers),
+        baseline=backward_starts(layers)[-1],
         forward_stall=forward_stall,
         backward_stall=run.clocks.stalled,
         reloaded_on_demand=run.on_demand,
@@ -92,16 +91,80 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
     )
 
 
-def _baseline(layers: Sequence[LayerCost]) -> float:
-    """Return the seconds of a step without copies, rounded as the clock of compute is."""
-    compute = host = 0.0
-    for cost in layers:
-        host += cost.host_forward
-        compute = max(compute + cost.gap_forward + cost.forward, host)
-    for cost in reversed(layers):
-        host += cost.host_backward
-        compute = max(compute + cost.gap_backward + cost.backward, host)
-    return compute
+@dataclass(slots=True)
+class _Clocks:
+    """When compute, the host and the copies are done with what they have, in seconds since the step began."""
+
+    link: Link
+    compute: float = 0.0
+    host: float = 0.0
+    stalled: float = 0.0
+    running: tuple[Kind, int] | None = None  # the forward or backward of a layer
+    start: float = 0.0  # when it began
+    since: float = 0.0  # when it began, or went on after a stall
+    stalled_before: float = 0.0
+    host_start: float = 0.0
+    d2h: float = 0.0  # end of the last copy to the host
+    h2d: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def begin(self, kind: Kind, layer: int) -> None:
+        """Begin the compute of a layer."""
+        self.running = kind, layer
+        self.start = self.since = self.compute
+        self.stalled_before = self.stalled
+        self.host_start = self.host
+
+    def reach(self, seconds: float, host_seconds: float) -> None:
+        """Let compute run until a time, in seconds since the begin of the layer without stalls, and never back.
+
+        The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
+        """
+        self.host = max(self.host, self.host_start + host_seconds)
+        self.compute = max(self.compute, self.start + seconds + self.stalled - self.stalled_before, self.host)
+
+    def hook(self, seconds: float) -> None:
+        """Let the host spend some seconds on a saved tensor."""
+        self.host += seconds
+        self.host_start += seconds
+
+    def end(self) -> None:
+        """End the compute of a layer, or of the part of it before a stall."""
+        if self.running is not None and self.compute > self.since:
+            self.spans.append(Span(*self.running, self.since, self.compute))
+        self.running = None
+
+    def wait(self, time: float, layer: int) -> None:
+        """Let compute wait for a copy of a layer."""
+        start, running = self.compute, self.running
+        if time <= start:
+            return
+        self.end()
+        self.compute = self.since = time
+        self.stalled += time - start
+        self.spans.append(Span(Kind.STALL, layer, start, time))
+        self.running = running
+
+    def copy_out(self, layer: int, nbytes: int, ready: float) -> float:
+        """Queue a copy to the host; return when it is done."""
+        start = max(self.d2h, ready)
+        self.d2h = self._copied(start, nbytes, self.h2d, back=False)
+        self.spans.append(Span(Kind.D2H, layer, start, self.d2h, nbytes))
+        return self.d2h
+
+    def copy_back(self, layer: int, nbytes: int) -> float:
+        """Queue a copy to the device, at the present time of compute; return when it is done."""
+        start = max(self.h2d, self.compute)
+        self.h2d = self._copied(start, nbytes, self.d2h, back=True)
+        self.spans.append(Span(Kind.H2D, layer, start, self.h2d, nbytes))
+        return self.h2d
+
+    def _copied(self, start: float, nbytes: int, busy: float, *, back: bool) -> float:
+        link = self.link
+        seconds = nbytes / (link.h2d if back else link.d2h)
+        if busy <= start:
+            return start + (link.latency + seconds)
+        return link.end(start + link.latency, seconds, busy, back=back)
 
 
 @dataclass(slots=True)
@@ -151,7 +214,7 @@ class _Run:
 
     plan: Plan
     layers: tuple[LayerCost, ...]
-    clocks: Clocks
+    clocks: _Clocks
     memory: _Memory
     host_seconds: float
     on_demand: int = 0

@@ -28,10 +28,9 @@ from ...planner import (
     GroupPlan,
     OperatorCost,
     Variant,
-    choose_recomputed,
+    choose,
     frontier,
     replay_ways,
-    variants,
 )
 from ...planner.variants import within
 from ...replay import Policy
@@ -220,9 +219,7 @@ class Script:
             found.limit = max(found.limit - lean.waiting * max(more, 0), 0)
         kept = simulate(Plan(len(names)), [group[0].cost for group in ways], link or NO_LINK)
         found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
-        found.choose = partial(
-            choose_recomputed, *costs, limit=found.limit, tolerance=0.0, without_bytes=found.bare.nbytes, **known
-        )
+        found.choose = partial(choose, *costs, limit=found.limit, without_bytes=found.bare.nbytes, **known)
         found.search_frontier = partial(frontier, *costs, **known)
         if found.limit is None or found.bare.nbytes <= found.limit:
             nbytes = tuple(group[0].cost.nbytes for group in ways)
@@ -260,7 +257,9 @@ class Script:
             elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
                 forward, backward = cost.gap_forward, cost.gap_backward
                 own = replace(own, other_bytes=cost.other_bytes, gap_forward=forward, gap_backward=backward)
-                found.append(variants(own, cost))
+                host = min(cost.host_backward, own.host_backward + cost.host_forward)
+                again = replace(cost, forward=own.forward, host_backward=host)
+                found.append((Variant(own), Variant(again, ())))
             else:
                 found.append((Variant(cost),))
         return found
