@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ._torch.subclasses import has_parts, parts_to_save
 from .engine import eligibility
-from .engine.subclasses import has_parts, parts_to_save
 
 __all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
 

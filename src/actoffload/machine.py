@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
+from ._tables import Printable, Table
 from .device.host import HostMemory, host_memory
 from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
-from .report.tables import Printable, Table
 from .schedule.costs import Link
 
 __all__ = ["HostMemory", "Machine", "host_memory", "measure_machine"]

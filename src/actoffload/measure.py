@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from ._arguments import check_whole
+from ._tables import ByteUnit, Printable, Table
 from .context import OffloadContext
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
 from .report.plots import plot_measurements
-from .report.tables import ByteUnit, Printable, Table
 from .schedule.costs import Link, measured_costs
 from .schedule.timeline import milliseconds, percent
 

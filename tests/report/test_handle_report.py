@@ -9,9 +9,9 @@ import re
 import pytest
 from report_samples import MIB, attribute, block, report, table
 
+from actoffload._tables import Bytes, Table
 from actoffload.report import GroupReport, Holder, Reason, Report
 from actoffload.report.groups import HeldStorage, merge_held, sum_groups
-from actoffload.report.tables import Bytes, Table
 
 # Data
 

@@ -18,6 +18,7 @@ from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
+from actoffload._tables import ByteUnit  # noqa: E402
 from actoffload.report.plots import (  # noqa: E402
     plot_measurements,
     plot_memory,
@@ -25,7 +26,6 @@ from actoffload.report.plots import (  # noqa: E402
     plot_timeline,
     resident_points,
 )
-from actoffload.report.tables import ByteUnit  # noqa: E402
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20

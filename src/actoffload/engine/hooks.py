@@ -18,17 +18,7 @@ from torch.nn import Parameter
 
 from .._torch.autograd import CASTS, next_node, saved_as_input
 from .._torch.compiling import NOT_COMPILED, in_compiled_backward, opaque
-from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
-from .._warnings import explain
-from ..device.base import StreamPosition
-from ..schedule.plan import Roles
-from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
-from .engine import Engine
-from .layer import Layer, LivenessToken
-from .layout import Layout, View
-from .statistics import Reason
-from .storage import Moved, Owner, Residency, Resident, SavedStorage
-from .subclasses import (
+from .._torch.subclasses import (
     Compound,
     Seen,
     Wrappers,
@@ -40,15 +30,23 @@ from .subclasses import (
     take_apart,
     together,
 )
+from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
+from .._warnings import explain
+from ..device.base import StreamPosition
+from ..schedule.plan import Roles
+from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
+from .engine import Engine
+from .layer import Kept, Layer, LivenessToken, keep
+from .layout import Layout, View
+from .statistics import Reason
+from .storage import Moved, Owner, Residency, Resident, SavedStorage
 from .transfer import COMPUTE, PassDevice
 
 __all__ = [
-    "Kept",
     "Pack",
     "Packer",
     "Saved",
     "StorageRegistry",
-    "keep",
     "pack_parts",
     "unpack",
 ]
@@ -56,20 +54,6 @@ __all__ = [
 # Packing
 
 STRIDED = torch.strided
-
-
-# A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
-# A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[Resident, ...]]
-
-
-def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, ...] = ()) -> Kept:
-    """Hold a tensor that is kept on the device."""
-    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
-    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
-    itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
-    alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
-    return alias, version_of(tensor), token, residents
 
 
 Saved: TypeAlias = Kept | SavedStorage | Moved | Compound  # what autograd holds in place of a tensor

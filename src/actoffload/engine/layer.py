@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
+from .._torch.autograd import saved_as_input
 from .._torch.compiling import NOT_COMPILED, opaque
+from .._torch.tensors import version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
 from .layout import Layout
 from .statistics import Reason
-from .storage import Residency, Resident, SavedStorage, reload
+from .storage import HostCopy, Residency, Resident, SavedStorage
 from .transfer import Transfers
 
-__all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
+__all__ = ["Kept", "Layer", "LivenessToken", "Phase", "keep", "reload", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -256,3 +258,67 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):
             yield from tensors_in(getattr(value, entry.name))
+
+
+# What is kept
+
+# A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
+# A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[Resident, ...]]
+
+
+def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, ...] = ()) -> Kept:
+    """Hold a tensor that is kept on the device."""
+    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
+    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
+    itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
+    alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
+    return alias, version_of(tensor), token, residents
+
+
+# Reloads
+
+
+def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:
+    """Reload storages in the given order; those that are on the device are passed over.
+
+    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
+    the memory runs out, those that have theirs are reloaded all the same, and the error is the allocator's own.
+    """
+    waiting = [storage for storage in storages if storage.residency is Residency.HOST]
+    while waiting:
+        device, stream = waiting[0].pass_device, waiting[0].stream
+        group = [s for s in waiting if s.pass_device is device and s.stream == stream]
+        # Nearly always all are of one device and stream.
+        waiting = [] if len(group) == len(waiting) else [s for s in waiting if s not in group]
+        _reload_group(device.transfers, stream, group, layer, on_demand)
+
+
+def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], layer: int, on_demand: bool) -> None:
+    backend = transfers.backend
+    taken = 0
+    try:
+        if backend.current_stream(transfers.device) == stream:  # [guard: stream of the allocation -> True]
+            for storage in group:
+                storage.allocate()
+                taken += 1
+        else:
+            with backend.on(stream):
+                for storage in group:
+                    storage.allocate()
+                    taken += 1
+    finally:
+        if taken:
+            captured = backend.capturing()
+            # [wait: copies in for their memory]
+            transfers.begin_reload(stream)
+            done = 0
+            try:
+                for storage in group[:taken]:
+                    storage.queue_reload(layer, captured)
+                    done += 1
+            finally:
+                counters = group[0].pass_device.counters
+                counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
+                for storage in group[done:taken]:  # their copies could not be queued, so this memory has no content
+                    storage.evict()

@@ -25,6 +25,7 @@ from torch.nn import Module
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, stands_for_another
 from .._torch.compiling import NOT_COMPILED, opaque
 from .._torch.modules import current_module
+from .._torch.subclasses import Seen, is_compound, plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
 from ..schedule.execution_order import ExecutionOrder, Key
@@ -32,12 +33,11 @@ from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind
 from .eligibility import Limit, ModuleTensors, StorageRef, stays
 from .engine import Engine
-from .hooks import Pack, Packer, Saved, StorageRegistry, keep, pack_parts
-from .layer import Layer, Phase
+from .hooks import Pack, Packer, Saved, StorageRegistry, pack_parts
+from .layer import Layer, Phase, keep, reload
 from .layout import View
 from .statistics import Counters, Reason
-from .storage import Moved, Residency, SavedStorage, reload
-from .subclasses import Seen, is_compound, plain_parts
+from .storage import Moved, Residency, SavedStorage
 
 __all__ = [
     "ModelPass",

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from .._torch.compiling import opaque
+from .._torch.subclasses import Wrappers, changed
 from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces, reload_spans
 from .statistics import Counters, Reason
-from .subclasses import Wrappers, changed
-from .transfer import PassDevice, Transfers
+from .transfer import PassDevice
 
 __all__ = [
     "HostCopy",
@@ -27,7 +27,6 @@ __all__ = [
     "Residency",
     "Resident",
     "SavedStorage",
-    "reload",
 ]
 
 # The host copy
@@ -166,51 +165,6 @@ class HostCopy:
         self._buffers = self._users = ()
         self.resources.in_flight = None
         self.__class__ = self.at_rest
-
-
-def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:
-    """Reload storages in the given order; those that are on the device are passed over.
-
-    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
-    the memory runs out, those that have theirs are reloaded all the same, and the error is the allocator's own.
-    """
-    waiting = [storage for storage in storages if storage.residency is Residency.HOST]
-    while waiting:
-        device, stream = waiting[0].pass_device, waiting[0].stream
-        group = [s for s in waiting if s.pass_device is device and s.stream == stream]
-        # Nearly always all are of one device and stream.
-        waiting = [] if len(group) == len(waiting) else [s for s in waiting if s not in group]
-        _reload_group(device.transfers, stream, group, layer, on_demand)
-
-
-def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], layer: int, on_demand: bool) -> None:
-    backend = transfers.backend
-    taken = 0
-    try:
-        if backend.current_stream(transfers.device) == stream:  # [guard: stream of the allocation -> True]
-            for storage in group:
-                storage.allocate()
-                taken += 1
-        else:
-            with backend.on(stream):
-                for storage in group:
-                    storage.allocate()
-                    taken += 1
-    finally:
-        if taken:
-            captured = backend.capturing()
-            # [wait: copies in for their memory]
-            transfers.begin_reload(stream)
-            done = 0
-            try:
-                for storage in group[:taken]:
-                    storage.queue_reload(layer, captured)
-                    done += 1
-            finally:
-                counters = group[0].pass_device.counters
-                counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
-                for storage in group[done:taken]:  # their copies could not be queued, so this memory has no content
-                    storage.evict()
 
 
 # A saved storage

@@ -1,7 +1,6 @@
 """Pipeline schedules of `torch.distributed.pipelining`: one plan for all stages and microbatches of a rank."""
 
-from .handle import PipelineHandle
-from .offload import offload
-from .report import PipelineReport, PipelineTable
+from ..report.ranks import PipelineReport, PipelineTable
+from .offload import PipelineHandle, offload
 
 __all__ = ["PipelineHandle", "PipelineReport", "PipelineTable", "offload"]

@@ -15,6 +15,7 @@ from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
 from ..model.tuning.board import LostRankError
+from ..report.ranks import PipelineReport
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
@@ -22,7 +23,6 @@ from .exchange import Exchange, Measured, Settings, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import actions_of, runs_backward, unfollow
 from .planning import Limits, Plans, act, after_trial, costs_time, decision, plans_of
-from .report import PipelineReport
 from .stages import RankStage, replicas_of
 
 __all__ = ["Runner"]

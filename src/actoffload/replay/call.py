@@ -19,10 +19,10 @@ from torch.nn import Module, Parameter
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
 from .._torch.compiling import opaque
 from .._torch.modules import registered
+from .._torch.subclasses import changed, plain_parts
 from .._torch.tensors import address, is_freed, no_torch_dispatch, version_of
 from ..device.base import Backend
 from ..engine.hooks import unpack
-from ..engine.subclasses import changed, plain_parts
 from .policy import Policy, everything
 from .program import Program, copy_of, on_value
 from .proof import Alarm, Sample, Times, below_everything, measure, prove, rise

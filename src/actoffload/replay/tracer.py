@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from .._torch.compiling import opaque
 from .._torch.lookup import find
 from .._torch.modules import registered
+from .._torch.subclasses import plain_parts
 from .._torch.tensors import (
     DispatchMode,
     address,
@@ -34,7 +35,6 @@ from .._torch.tensors import (
     storage_weakref,
 )
 from ..engine.layout import View
-from ..engine.subclasses import plain_parts
 from .policy import Policy, communicates, draws_random_numbers, rules_of, written_arguments
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Value, Weight
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import Module
 
 from .._folding import fold, fold_names, numberless
+from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
-from ..engine.subclasses import plain_parts
 from ..planner import GroupPlan
 from ..schedule.timeline import size
 

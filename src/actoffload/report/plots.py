@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
+from .._tables import ByteUnit, Printable, Table
 from ..planner import GroupPlan
 from ..schedule.timeline import Kind, Span, Timeline, mebibytes, milliseconds
-from .tables import ByteUnit, Printable, Table
 
 __all__ = ["Frontier", "plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 

@@ -8,10 +8,10 @@ from itertools import compress
 from typing import Any
 
 from .._folding import fold, fold_names, numberless
+from .._tables import Cell, Printable, Table, bytes_or_dash
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, merge_held, sum_groups
-from .tables import Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["Advice", "Report"]
 

@@ -20,8 +20,8 @@ import torch
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from .._torch.autograd import output_of
-from .._torch.tensors import base_of, counter_of, has_own_dispatch, no_torch_function, version_of
+from .autograd import output_of
+from .tensors import base_of, counter_of, has_own_dispatch, no_torch_function, version_of
 
 __all__ = [
     "Compound",
