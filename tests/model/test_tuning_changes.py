@@ -80,11 +80,29 @@ def test_variable_lengths(seed):
 def test_lengths_that_alternate_between_training_and_evaluation():
     _device, model, handle = small()
     stages(handle, lambda: step(model), 6)
+    plan = handle.plan
     for _ in range(12):
         assert stages(handle, lambda: step(model), 10) == [""] * 10
         for _ in range(10):
             model(torch.zeros(16, requires_grad=True))  # with a graph, without a backward
-    assert handle.plan.offloaded == tuple(range(4))
+    assert handle.plan == plan
+    assert plan.offloaded
+
+
+def test_batches_that_are_larger_than_those_that_were_measured():
+    """A plan is made for them; where a quarter of the batches is larger, none is."""
+    device = Timed(1e7, 1e7, memory=32 * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    stages(handle, lambda: step(model, 2), 6)
+    sizes = iter([8, 2, 2, 2] * 100)
+    assert again(stages(handle, lambda: step(model, next(sizes)), 10 * WINDOW)) == 0
+    leanest = seconds(model, device, 8)
+    seen = stages(handle, lambda: step(model, 8), 5 * WINDOW)
+    assert again(seen) == 1
+    assert seen[-1] == ""
+    assert seconds(model, device, 8) < 0.97 * leanest
+    assert device.peak() <= device.memory
 
 
 # Memory

@@ -43,6 +43,7 @@ SOON = 64  # passes with a plan before which memory is looked at: with gradient 
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 LESS = 0.05  # part of the memory that plans leave after the device ran out of it
 BESIDE = 2  # passes that are measured again because the one before had no backward by then; in some programs all do
+LARGER = 16  # passes in a row that may not fit with the plan that is kept, before another one is made
 PASSED_OVER = 4  # passes in a row that may not fit with the plan that is tried, so that the script does not go on
 
 MEASURING = "This is the plan of the first steps, which are measured."
@@ -102,7 +103,7 @@ class Tuner:
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
         self._roles: RolesOfPlan | None = None  # of the latest plan
-        self._unfinished = self._passed_over = 0  # passes in a row
+        self._unfinished = self._passed_over = self._larger = 0  # passes in a row
         self._short = 0  # bytes of memory that plans counted on and did not find
         self._failed = engine.backend.out_of_memory_errors()  # allocations so far
         self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
@@ -394,7 +395,7 @@ class Tuner:
         self.found.plan = plan
         chosen = self._chosen = self.found
         self.stage = self._steps = None
-        self._settled = self._number
+        self._settled, self._larger = self._number, 0
         if not plan.offloaded:
             self._engine.trim()
             if not plan.recomputed:
@@ -414,11 +415,15 @@ class Tuner:
         logger.info("%s", chosen.decision(self._title, passes))
 
     def _renews(self) -> bool:
-        """Return whether the script runs again from this pass on: more memory is in use than the plan was made for."""
+        """Return whether the script runs again from this pass on.
+
+        It does if more memory is in use than the plan was made for, or all inputs have become larger.
+        """
         chosen, lockstep = self._chosen, self._ranks.lockstep
         assert chosen is not None
         self._in_use = self._engine.backend.in_use() or 0
-        wanted = not chosen.fits(Stage.PLAN, 0, self._in_use)
+        # [guard: first batch smaller than the others]
+        wanted = self._larger >= LARGER or not chosen.fits(Stage.PLAN, 0, self._in_use)
         if lockstep is None:
             return wanted
         return bool(self._ranks.together(lambda lockstep: lockstep.begins_again(self._number, wanted=wanted)))
@@ -429,7 +434,9 @@ class Tuner:
         assert chosen is not None
         if self._number - self._settled <= SOON:
             self._in_use = self._engine.backend.in_use() or 0
-        if chosen.fits(Stage.PLAN, elements, self._in_use):
+        fits = chosen.fits(Stage.PLAN, elements, self._in_use)
+        self._larger = 0 if fits else self._larger + 1
+        if fits:
             settings = self._planned(chosen)
             if settings.mode is Mode.SCOPED and self._number == self._settled + 1:
                 # The pass before may have tried another plan, and the report is about the latest one with all groups.
