@@ -160,7 +160,7 @@ def guide(results: Sequence[Row], folder: Path, file: str) -> str:
     jobs, parts = by_job(results), []
     for name in GUIDES[file]:
         if of_job := jobs.get(name):
-            parts += [f"### {JOBS[name].title}", JOBS[name].words, *job_tables(of_job)[:1], *rank_tables(of_job)]
+            parts += [f"### {JOBS[name].title}", JOBS[name].words, *job_tables(of_job), *rank_tables(of_job)]
             parts.append(" ".join([*notes(of_job), origin(of_job)]))
     links = link_table(folder) if file == "many_gpus.md" else []
     parts += ["### Copies of all GPUs", *links] if links else []
