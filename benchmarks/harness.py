@@ -10,7 +10,7 @@ import gc
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,8 @@ SETTLING = 40
 """Steps after which the plan has to be final."""
 PROVEN = 2
 """First steps of which loss and gradients are noted, to be compared between arms."""
+BY_RANK = "peak_bytes", "predicted_bytes", "drop_bytes", "d2h", "h2d"
+"""What a sample has of each rank."""
 LEFT = 64 * 2**20
 """Bytes that an arm may leave allocated, such as workspaces, without a note."""
 _ATTENTION = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -61,6 +63,8 @@ class Way:
         Whether layers are checkpointed, their inputs are offloaded by `save_on_cpu`, and TRL offloads what is saved.
     selective, saved_on_cpu : bool
         Whether checkpointing saves matrix products and attention, and whether `save_on_cpu` offloads all that is saved.
+    waits : bool
+        Whether the dispatcher of a mixture of experts makes the host wait for the device.
     ours : dict, optional
         Arguments of `actoffload.offload`; None without it.
     """
@@ -70,6 +74,7 @@ class Way:
     trl: bool = False
     selective: bool = False
     saved_on_cpu: bool = False
+    waits: bool = False
     ours: dict[str, Any] | None = None
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +118,7 @@ def way_of(arm: str, checkpoint_peak: int | None) -> Way:
         budget = float(gib) * 2**30 if gib else ABOVE * float(checkpoint_peak or 0)
         return Way(ours={**ours, "memory_budget": int(budget)})
     ways = {"none": Way(), "none2": Way(), "checkpoint": Way(True), "offload": Way(ours=ours)}
+    ways |= {"waiting": Way(waits=True), "qkv": Way(ours={**ours, "layers": "*.qkv", "fraction": 1.0})}
     ways |= {"checkpoint_offload": Way(True, inputs_offloaded=True), "trl": Way(True, trl=True)}
     ways |= {"selective": Way(True, selective=True), "save_on_cpu": Way(saved_on_cpu=True)}
     return ways[name]
@@ -136,6 +142,7 @@ class Recorder:
         self.done = False
         self.handle: Any = None
         self.values: list[torch.Tensor] = []
+        self.more: Sample = {}  # what else the loop found
 
     def begin(self) -> None:
         """Note that a step begins."""
@@ -226,6 +233,7 @@ class Recorder:
             "peak_bytes": self._measured.peak_bytes,
             "highest_bytes": max(self._measured.peak_bytes, self._first.peak_bytes),
             "values": [float(value).hex() for value in self.values],
+            **self.more,
         }
         if self._profiler is not None:
             found["kernel_seconds"] = kernel_seconds(self._profiler)
@@ -273,6 +281,7 @@ def _slowest(ranks: list[Sample]) -> Sample:
         values = [rank[key] for rank in ranks if rank.get(key) is not None]
         found |= {key: max(values)} if values else {}
     found["values"] = [value for rank in ranks for value in rank["values"]]
+    found["ranks"] = [{key: rank[key] for key in BY_RANK if rank.get(key) is not None} for rank in ranks]
     return found
 
 
@@ -281,16 +290,23 @@ Train: TypeAlias = Callable[[Way, Recorder], object]
 
 
 def run_arms(
-    job: Job, train: Train, write: Callable[[Sample], object], arms: tuple[str, ...] = (), **more: Any
+    job: Job,
+    train: Train,
+    write: Callable[[Sample], object],
+    arms: tuple[str, ...] = (),
+    earlier: Iterable[Sample] = (),
+    **more: Any,
 ) -> list[Sample]:
-    """Run the arms of a job in rounds; each sample is written at once, and a line before it begins."""
-    found: list[Sample] = []
+    """Run the arms of a job in rounds; each sample is written at once, and a line before it begins.
+
+    Samples of an earlier process are returned, too.
+    """
+    found: list[Sample] = list(earlier)
     arms = arms or job.arms
     for number in range(job.rounds):
         # Every second round in reversed order, so that a drift of clocks changes all arms alike.
         for arm in arms if number % 2 == 0 else reversed(arms):
-            earlier = [sample for sample in found if sample["arm"] == arm]
-            if any(sample["status"] != "ok" for sample in earlier):
+            if any(sample["status"] != "ok" for sample in found if sample["arm"] == arm):
                 continue
             peaks = [s["highest_bytes"] for s in found if s["arm"] == "checkpoint" and s["status"] == "ok"]
             base = {"arm": arm, "round": number, **more}

@@ -12,16 +12,20 @@ __all__ = ["ARMS", "JOBS", "LENGTHS", "Job"]
 ARMS = {
     "none": "no offload",
     "none2": "no offload, again",
+    "waiting": "no offload, routing by masks",
     "checkpoint": "checkpointing",
     "checkpoint_offload": "checkpointing, inputs offloaded",
     "trl": "checkpointing, TRL's offloading",
+    "qkv": 'offload(layers="*.qkv", fraction=1.0)',
     "offload": "offload(model)",
     "budget": "offload(model, memory_budget)",
     "selective": "selective checkpointing",
     "save_on_cpu": "save_on_cpu(pin_memory=True)",
 }
 """The arms of a job by name; a budget is the peak of checkpointing and 3 %."""
-USUAL = tuple(ARMS)[:7]
+USUAL = "none", "none2", "checkpoint", "checkpoint_offload", "trl", "offload", "budget"
+PLAIN = *USUAL, "selective", "save_on_cpu"
+FEW = "none", "none2", "checkpoint", "offload", "budget"
 LENGTHS = tuple(1024 * k for k in (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
 """Numbers of tokens among which the longest one is searched."""
 
@@ -77,8 +81,8 @@ JOBS = {
     "L16": Job("Llama 8B LoRA, 16k", f"{_LORA}16384 tokens × 1.", "trainer", 3, 300, rounds=2, steps=2),
     "L32": Job("Llama 8B LoRA, 32k", f"{_LORA}32768 tokens × 1, Liger kernels.", "trainer", 3, 300, rounds=1, steps=3),
     "Q16": Job("Llama 8B QLoRA, 16k", f"{_FOUR_BIT}16384 tokens × 1.", "trainer", 3, 300, rounds=1, steps=3),
-    "P8": Job("16 layers, 8k", _layers("16", 8192), "stack", 2.5, 240, tuple(ARMS)),
-    "P32": Job("4 layers, 32k", _layers("4", 32768), "stack", 2, 240, tuple(ARMS), rounds=2),
+    "P8": Job("16 layers, 8k", _layers("16", 8192), "stack", 2.5, 240, PLAIN),
+    "P32": Job("4 layers, 32k", _layers("4", 32768), "stack", 2, 240, PLAIN, rounds=2),
     "P8c": Job("16 compiled layers, 8k", _layers("16 compiled", 8192), "stack", 2.5, 300, rounds=2),
     "P32c": Job("4 compiled layers, 32k", _layers("4 compiled", 32768), "stack", 2.5, 300, rounds=2),
     "B8": Job(
@@ -88,13 +92,25 @@ JOBS = {
         rounds=1,
     ),
     "F2": Job("FSDP2 on two GPUs, 8k", _layers("12 sharded", 8192), "stack", 2.5, 300, gpus=2),
+    "F4": Job("FSDP2 on four GPUs, 8k", _layers("12 sharded", 8192), "stack", 1.5, 240, FEW, rounds=2, steps=4, gpus=4),
     "PP2": Job(
         "Pipeline on two GPUs",
         "Interleaved 1F1B, two stages of one such layer on each rank, 16 microbatches of 16384 tokens, bfloat16.",
-        *("stack", 3, 300, ("none", "none2", "checkpoint", "offload", "budget")),
+        *("stack", 3, 300, FEW),
         rounds=1,
         steps=3,
         gpus=2,
+    ),
+    "E4": Job(
+        "Experts in a pipeline on four GPUs",
+        "Interleaved 1F1B, data parallel 2 × pipeline 2, two stages on each rank, each of two layers of attention and "
+        "8 experts (hidden size 4096, 2048 in an expert, 2 for a token), which both data-parallel ranks share; 12 "
+        "microbatches of 8192 tokens, bfloat16. All arms but one route by `indices_to_multihot`, without a "
+        "synchronization.",
+        *("experts", 2, 300, ("waiting", "none", "none2", "qkv", "checkpoint", "offload", "budget")),
+        rounds=1,
+        steps=4,
+        gpus=4,
     ),
     "ViT-L": Job(
         "ViT-L, 256 images",
@@ -110,7 +126,7 @@ JOBS = {
         "Same bits, Llama 8B LoRA",
         f"{_LORA}4096 tokens × 1, deterministic kernels. The losses of the first steps are compared with those without "
         "offload; they depend on all gradients before.",
-        *("trainer", 1, 180, ("none", "none2", "checkpoint", "offload", "budget")),
+        *("trainer", 1, 180, FEW),
         rounds=1,
         warm_up=3,
         steps=1,

@@ -31,6 +31,8 @@ WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do n
 COLUMNS = 88  # of a line that a page shows without scrolling
 ORIGIN = "<!-- origin -->"
 SEARCHES = "context", "context-qlora"
+GUIDES = {"pipelines.md": ("E4",), "many_gpus.md": ("F4",)}
+"""Jobs of which pages of the guide include the tables."""
 CELLS = {
     "step (ms)": lambda row, _: number(row, "step_ms", 1) + spread(row, "step_ms", 1) or row["status"],
     "× no offload": lambda row, _: number(row, "ratio", 3) + spread(row, "ratio", 3),
@@ -112,6 +114,59 @@ def job_tables(of_job: Sequence[Row]) -> list[str]:
     return shown
 
 
+def drops(row: Row, of_job: Sequence[Row]) -> list[tuple[float, float, float]]:
+    """Return for each rank its peak without offload and that of a row, and the drop that its plan should bring."""
+    both = [peaks for arm in ("none", "none2") if (peaks := by_rank(find(of_job, arm), "rank_peaks_gib"))]
+    columns = map(max, *both) if len(both) > 1 else both[0] if both else ()
+    return list(zip(columns, *(by_rank(row, f"rank_{name}_gib") for name in ("peaks", "drops")), strict=False))
+
+
+def by_rank(row: Row | None, column: str) -> list[float]:
+    """Return the value of each rank, if they were measured."""
+    return [] if row is None else [float(value) for value in row[column].split()]
+
+
+def rank_tables(of_job: Sequence[Row]) -> list[str]:
+    """Return the peaks of each rank, beside those of its plan, if a row has the drops that are expected."""
+    lines = []
+    for row in of_job:
+        expected, rates = by_rank(row, "rank_predicted_gib"), [by_rank(row, f"rank_{k}_gbps") for k in ("d2h", "h2d")]
+        for rank, (without, peak, drop) in enumerate(drops(row, of_job)):
+            cells = [f"{value:.2f}" for value in (without, peak, *expected[rank : rank + 1])]
+            cells += [""] * (3 - len(cells)) + [f"{drop:.3f}", f"{100 * (without - peak) / drop:.2f} %" if drop else ""]
+            cells.append(" / ".join(f"{rate[rank]:.0f}" for rate in rates if rate))
+            lines.append([name_of(row["arm"]), str(rank), *cells])
+    header = ["method", "rank", "peak without (GiB)", "with", "predicted", "expected drop", "R", "GB/s out / back"]
+    words = (
+        "Peaks by rank. The expected drop is that of the simulation of the plan, R the measured drop as a part of it, "
+        "and GB/s are the copies for which the plan was made, as measured while all ranks copy."
+    )
+    return [words, table(header, lines)] if lines else []
+
+
+def link_table(folder: Path) -> list[str]:
+    """Return the rates of copies of each GPU, alone and with all GPUs copying, if they were measured."""
+    if not (folder / "links.json").is_file():
+        return []
+    links = json.loads((folder / "links.json").read_text(encoding="utf-8"))
+    keys = "d2h_alone", "d2h", "h2d_alone", "h2d"
+    lines = [[str(of["rank"]), *(f"{of[key] / 1e9:.1f}" for key in keys)] for of in links["ranks"]]
+    header = ["GPU", "to the host, alone (GB/s)", "all at once", "to the device, alone", "all at once"]
+    return ["Copies between each GPU and pinned host memory:", table(header, lines), origin([links])]
+
+
+def guide(results: Sequence[Row], folder: Path, file: str) -> str:
+    """Return the section of a page of the guide; nothing but a comment if none of its jobs is recorded."""
+    jobs, parts = by_job(results), []
+    for name in GUIDES[file]:
+        if of_job := jobs.get(name):
+            parts += [f"### {JOBS[name].title}", JOBS[name].words, *job_tables(of_job), *rank_tables(of_job)]
+            parts.append(" ".join([*notes(of_job), origin(of_job)]))
+    links = link_table(folder) if file == "many_gpus.md" else []
+    parts += ["### Copies of all GPUs", *links] if links else []
+    return "\n\n".join([WRITTEN, *(["## Measured step times and peaks"] if parts else []), *parts]) + "\n"
+
+
 def notes(of_job: Sequence[Row]) -> list[str]:
     """Return what rows say about themselves, each sentence once, with the arms that say it if not all do."""
     said: dict[str, list[str]] = {}
@@ -131,7 +186,7 @@ def origin(of_job: Sequence[Row]) -> str:
 def section(name: str, of_job: Sequence[Row]) -> str:
     """Return the section of a job."""
     title, words = JOBS[name].title, JOBS[name].words
-    shown = search_tables(of_job) if name in SEARCHES else job_tables(of_job)
+    shown = search_tables(of_job) if name in SEARCHES else [*job_tables(of_job), *rank_tables(of_job)]
     return "\n\n".join([f"## {title}", words, *shown, " ".join([*notes(of_job), origin(of_job)])])
 
 
@@ -256,7 +311,7 @@ def readme(text: str, sentences: str) -> str:
 
 
 def add(paths: Sequence[Path], folder: Path) -> None:
-    """Take over recorded jobs, and what lies beside them: the machine, the overlap, the report of a budget."""
+    """Take over recorded jobs, and what lies beside them: the machine, overlap, links, the report of a budget."""
     results = rows.read(folder / "results.csv")
     for path in paths:
         samples = rows.samples_of(path)
@@ -269,7 +324,7 @@ def add(paths: Sequence[Path], folder: Path) -> None:
         if reports:
             said = origin([row for row in found if row["job"] == "T1"])
             (folder / "report-of-a-budget.txt").write_text(f"{wrapped(reports[-1]['report'])}\n\n{said}\n", "utf-8")
-        for name in ("machine.txt", "overlap.json"):
+        for name in ("machine.txt", "overlap.json", "links.json"):
             if (path.parent / name).is_file():
                 shutil.copyfile(path.parent / name, folder / name)
     rows.write(folder / "results.csv", results)
@@ -319,6 +374,10 @@ def targets(results: Sequence[Row]) -> list[str]:
             ):
                 off = abs(float(row[column]) / float(row[measured]) - 1) if row[column] and row[measured] else None
                 check(f"{at}, {column} off by", off, most)
+    row = find(jobs.get("E4", []), "qkv")
+    check("E4, qkv, x no offload", float(row["ratio"]) if row and row["ratio"] else None, 1.0033)
+    for rank, (without, peak, drop) in enumerate(drops(row, jobs["E4"]) if row else ()):
+        check(f"E4, qkv, rank {rank}, R", (without - peak) / drop if drop else None, 0.997, least=True)
     row = find(jobs.get("T1", []), "budget")
     check("T1, budget, host time of a forward, ms", float(row["host_forward_ms"]) if row else None, 45)
     return found
@@ -344,6 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts: dict[Path, Any] = {
         folder / "report.md": page(results, folder),
         folder / "headline.md": f"{words}\n",
+        **{folder / file: guide(results, folder, file) for file in GUIDES},
         options.readme: readme(options.readme.read_text(encoding="utf-8"), words),
     }
     drawn = folder / "pictures.json"  # of what the pictures were drawn

@@ -26,12 +26,15 @@ COLUMNS = (
     *("step_ms", "step_ms_low", "step_ms_high", "ratio", "ratio_low", "ratio_high", "peak_gib", "highest_gib"),
     *("pass_ms", "kernel_ms", "host_forward_ms", "passes", "startup_s"),
     *("budget_gib", "predicted_peak_gib", "predicted_pass_ms", "same_bits", "note", *ORIGIN),
+    *("rank_peaks_gib", "rank_predicted_gib", "rank_drops_gib", "rank_d2h_gbps", "rank_h2d_gbps"),
 )
 """Columns of the CSV file.
 
 A step is from the end of one step to that of the next, a pass its forward and backward. Low and high are the extremes
 of the rounds, or of the steps of the only round. A ratio is to the mean of both arms without offload in the same round.
 The highest peak is that of all steps, also of those in which the plan is not final.
+Columns of ranks have a value for each, with spaces between: the peak, that of its plan, the drop that the simulation of
+the plan expects, and the rates of copies for which it was made.
 """
 
 FIGURES: dict[str, tuple[str, float, Callable[..., float]]] = {
@@ -45,6 +48,14 @@ FIGURES: dict[str, tuple[str, float, Callable[..., float]]] = {
     "startup_s": ("startup_seconds", 1, max),
 }
 """Columns by what they are of each sample, its unit, and what is taken of all rounds."""
+OF_RANKS = {
+    "rank_peaks_gib": ("peak_bytes", 1 / GIB),
+    "rank_predicted_gib": ("predicted_bytes", 1 / GIB),
+    "rank_drops_gib": ("drop_bytes", 1 / GIB),
+    "rank_d2h_gbps": ("d2h", 1e-9),
+    "rank_h2d_gbps": ("h2d", 1e-9),
+}
+"""Columns with a value for each rank, the largest of all rounds."""
 
 Row: TypeAlias = dict[str, str]
 """A row of the CSV file; what was not measured is empty."""
@@ -104,6 +115,10 @@ def _row(
         for column, (key, scale, of_rounds) in FIGURES.items():
             figures = [sample[key] * scale for sample in good if sample.get(key) is not None]
             row[column] = of_rounds(figures) if figures else None
+        for column, (key, scale) in OF_RANKS.items():
+            rounds = [[rank.get(key) for rank in sample.get("ranks", ())] for sample in good]
+            if all(of_round and None not in of_round for of_round in rounds):
+                row[column] = " ".join(_text(max(values) * scale) for values in zip(*rounds, strict=True))
         wanted = reference[0]["values"] if reference else []
         if wanted and good[0]["values"]:
             row["same_bits"] = "yes" if all(sample["values"] == wanted for sample in good) else "no"
@@ -141,7 +156,7 @@ def read(path: Path = RESULTS / "results.csv") -> list[Row]:
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return [{**dict.fromkeys(COLUMNS, ""), **row} for row in csv.DictReader(file)]
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:

@@ -4,7 +4,8 @@
 
 ``samples.jsonl`` gets a line for each arm of each round as soon as it is measured, ``results.csv`` a row for each arm
 after each job, and ``run.log`` what the processes print. A job that fails, runs out of memory or is stopped has rows
-that say so. ``machine`` and ``overlap`` write ``machine.txt`` and ``overlap.json``. ``--list`` prints the jobs;
+that say so. ``machine``, ``overlap`` and ``links`` write ``machine.txt``, ``overlap.json`` and ``links.json``.
+``--list`` prints the jobs;
 ``--rehearse`` takes tiny sizes, for machines without accelerator.
 """
 
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,8 +33,12 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 import rows  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
 
-OTHERS = {"machine": 60.0, "overlap": 180.0}
+OTHERS = {"machine": 60.0, "overlap": 180.0, "links": 60.0}
 """What is recorded besides the jobs, and seconds after which it is stopped."""
+WAITING = 90.0
+"""Seconds for which a rank waits for the others, then its process ends."""
+LEAST = 30.0
+"""Seconds that have to be left for further arms of ranks, one of which failed."""
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Settings of the allocator of PyTorch: several threads pin host memory, as on the page about hardware."""
 
@@ -72,7 +77,7 @@ def run_here(name: str, options: argparse.Namespace) -> None:
     if ranks > 1:
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group()
+        torch.distributed.init_process_group(timeout=timedelta(seconds=WAITING))
     if name == "machine":
         from actoffload.machine import measure_machine
 
@@ -81,15 +86,23 @@ def run_here(name: str, options: argparse.Namespace) -> None:
         return
     if job is None:
         importlib.import_module(name).record(options.out, about, rehearse=options.rehearse)
+        if ranks > 1:
+            torch.distributed.destroy_process_group()
         return
     job = replace(job, rounds=options.rounds or job.rounds)
-    job = replace(job, rounds=options.rounds or 1, steps=2) if options.rehearse else job
+    if options.rehearse:
+        job = replace(job, rounds=options.rounds or 1, warm_up=1, steps=2 if job.gpus == 1 else 1)
+
+    samples = options.out / "samples.jsonl"
 
     def write(sample: dict[str, Any]) -> None:
-        if rank == 0:
-            rows.append(options.out / "samples.jsonl", {"job": name, "series": options.series, **sample, **about})
+        failed = ranks > 1 and sample["status"] in ("failed", "out of memory")
+        if rank == 0 or failed:
+            rows.append(samples, {"job": name, "series": options.series, **sample, **about})
             if sample["status"] != "begun":
                 print(describe(name, sample), flush=True)
+        if failed:  # the other ranks may wait for this one; its exit stops them
+            os._exit(1)
 
     module = importlib.import_module(job.module)
     if job.module == "context":
@@ -97,7 +110,8 @@ def run_here(name: str, options: argparse.Namespace) -> None:
     else:
         from harness import run_arms
 
-        run_arms(job, module.trainer(name, rehearse=options.rehearse), write, options.arms)
+        earlier = [sample for sample in of_series(name, options) if sample["status"] != "begun"]
+        run_arms(job, module.trainer(name, rehearse=options.rehearse), write, options.arms, earlier)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
@@ -114,8 +128,9 @@ def commands(name: str, options: argparse.Namespace) -> list[tuple[tuple[str, ..
     """Return the arms and the command of each process that a job needs."""
     job = JOBS.get(name)
     python = [sys.executable]
-    if job is not None and job.gpus > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.gpus}"]
+    gpus = job.gpus if job is not None else 1 if name != "links" else 4 if options.rehearse else "gpu"
+    if gpus != 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     base = [*python, str(Path(__file__)), name, "--here", "--out", str(options.out), "--commit", options.commit]
     base += ["--series", options.series, *(["--rehearse"] if options.rehearse else [])]
     base += ["--rounds", str(options.rounds)] if options.rounds else []
@@ -127,7 +142,10 @@ def commands(name: str, options: argparse.Namespace) -> list[tuple[tuple[str, ..
 
 
 def run_job(name: str, options: argparse.Namespace, end: float) -> str:
-    """Run the processes of a job until a time of the monotonic clock; return how it ended."""
+    """Run the processes of a job until a time of the monotonic clock; return how it ended.
+
+    If one of several ranks fails, new processes run the arms that were not begun.
+    """
     job: Job | None = JOBS.get(name)
     limit = job.limit if job is not None else OTHERS[name]
     end, status = min(end, time.monotonic() + limit), "ok"
@@ -138,22 +156,37 @@ def run_job(name: str, options: argparse.Namespace, end: float) -> str:
         ended = run_process(command, options.out / "run.log", left)
         if ended != "ok":
             status = ended
-            note_stopped(name, arms, ended, options)
+            goes_on = job is not None and job.gpus > 1 and end - time.monotonic() > LEAST
+            if rest := note_stopped(name, arms, ended, options, goes_on=goes_on):
+                waiting += commands(name, argparse.Namespace(**{**vars(options), "arms": rest}))
     rows.write(options.out / "results.csv", rows.summarize(rows.samples_of(options.out / "samples.jsonl")))
     return status
 
 
-def note_stopped(name: str, arms: Sequence[str], ended: str, options: argparse.Namespace) -> None:
-    """Write a sample for each arm of a process that it did not come to, and for the one in which it ended."""
-    path = options.out / "samples.jsonl"
-    found = [s for s in rows.samples_of(path) if s["job"] == name and s["series"] == options.series]
+def of_series(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the samples that this run has of a job."""
+    found = rows.samples_of(options.out / "samples.jsonl")
+    return [sample for sample in found if sample["job"] == name and sample["series"] == options.series]
+
+
+def note_stopped(
+    name: str, arms: Sequence[str], ended: str, options: argparse.Namespace, *, goes_on: bool
+) -> tuple[str, ...]:
+    """Write a sample for the arm in which a process ended, and unless others go on, for each that was not begun.
+
+    Returns those that were not begun.
+    """
+    path, found = options.out / "samples.jsonl", of_series(name, options)
     about = {key: found[-1].get(key) for key in rows.ORIGIN} if found else {"commit": options.commit}
     base = {"job": name, "series": options.series, **about}
     last = found[-1] if found else None
     if last is not None and last["status"] == "begun":
         rows.append(path, {**last, "status": "stopped", "note": ended})
-    for arm in [arm for arm in arms if arm not in {sample["arm"] for sample in found}]:
+    rest = tuple(arm for arm in arms if arm not in {sample["arm"] for sample in found})
+    goes_on = goes_on and 0 < len(rest) < len(arms)
+    for arm in () if goes_on else rest:
         rows.append(path, {**base, "arm": arm, "round": 0, "status": "not run", "note": ended})
+    return rest if goes_on else ()
 
 
 def run_process(command: Sequence[str], log: Path, limit: float) -> str:
@@ -186,7 +219,7 @@ def run_process(command: Sequence[str], log: Path, limit: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line names; return 1 if a process did not end well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"{', '.join(JOBS)}, machine, overlap")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"{', '.join([*JOBS, *OTHERS])}")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of samples, rows and log")
     parser.add_argument("--commit", default="", help="commit that is measured, where the copy has no repository")
     parser.add_argument("--arms", default="", help="only these arms, with commas between them")

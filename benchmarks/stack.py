@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import DEVICE, Recorder, Train, Way, plain_steps
+from stages import mean_square, ranks_of, train_stages
 from torch import nn
-from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
 
 __all__ = ["SIZES", "Layers", "Sizes", "trainer"]
@@ -33,7 +33,8 @@ class Sizes:
 
 SIZES = {"P8": Sizes(16, 8192), "B8": Sizes(16, 8192), "P32": Sizes(4, 32768)}
 SIZES |= {f"{name}c": replace(SIZES[name], compiled="inductor") for name in ("P8", "P32")}
-SIZES |= {"F2": Sizes(12, 8192), "PP2": Sizes(1, 16384)}
+SIZES |= {"F2": Sizes(12, 8192), "F4": Sizes(12, 8192), "PP2": Sizes(1, 16384)}
+SHARDED = "F2", "F4"
 SMALL = {"hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "dtype": torch.float32}
 
 
@@ -74,10 +75,6 @@ def _model(sizes: Sizes, way: Way, seed: int = 0) -> Layers:
     return model
 
 
-def _loss(y: torch.Tensor) -> torch.Tensor:
-    return y.float().square().mean()
-
-
 def _train(sizes: Sizes, shard: bool, way: Way, recorder: Recorder) -> None:
     model: Any = _model(sizes, way)
     if shard:
@@ -90,35 +87,14 @@ def _train(sizes: Sizes, shard: bool, way: Way, recorder: Recorder) -> None:
         shape = 1, sizes.tokens, sizes.hidden
         return (torch.randn(shape, device=DEVICE, dtype=sizes.dtype, requires_grad=True),)
 
-    plain_steps(way, recorder, model, batch, _loss)
+    plain_steps(way, recorder, model, batch, mean_square)
 
 
-def _train_pipeline(sizes: Sizes, way: Way, recorder: Recorder) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = range(rank, 2 * world, world)
-    modules = [_model(sizes, way, number) for number in numbers]
-    stages = [
-        pipelining.PipelineStage(module, number, 2 * world, DEVICE)
-        for module, number in zip(modules, numbers, strict=True)
-    ]
-    schedule = pipelining.ScheduleInterleaved1F1B(stages, sizes.microbatches, loss_fn=lambda y, _: _loss(y))
-    recorder.handle = way.offload(schedule)
-    torch.manual_seed(0)
+def _train_pipeline(sizes: Sizes, profile: dict[str, int], way: Way, recorder: Recorder) -> None:
+    mesh, numbers = ranks_of()
+    modules = {number: _model(sizes, way, number) for number in numbers}
     shape = sizes.microbatches, sizes.tokens, sizes.hidden
-    target = torch.zeros(sizes.microbatches, device=DEVICE)
-    while not recorder.done:
-        x = torch.randn(shape, device=DEVICE, dtype=sizes.dtype)
-        losses: list[torch.Tensor] = []
-        recorder.begin()
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=losses)
-        recorder.forward_ended(torch.stack(losses).sum() if losses else None)
-        recorder.backward_ended(nn.ModuleList(modules))
-        for module in modules:
-            module.zero_grad()
-        recorder.step_ended()
+    train_stages(way, recorder, mesh, modules, shape, sizes.dtype, profile)
 
 
 def trainer(name: str, *, rehearse: bool) -> Train:
@@ -127,4 +103,4 @@ def trainer(name: str, *, rehearse: bool) -> Train:
     if rehearse:
         backend = "aot_eager" if sizes.compiled else ""
         sizes = replace(sizes, **SMALL, compiled=backend, layers=min(sizes.layers, 4), tokens=64, microbatches=4)
-    return partial(_train_pipeline, sizes) if name == "PP2" else partial(_train, sizes, name == "F2")
+    return partial(_train_pipeline, sizes, {}) if name == "PP2" else partial(_train, sizes, name in SHARDED)

@@ -202,6 +202,35 @@ def test_a_process_that_is_stopped_leaves_rows(tmp_path: Path, monkeypatch: pyte
     ]
 
 
+def test_other_processes_run_the_arms_behind_one_in_which_a_rank_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_of(tmp_path, "F4", "--arms", "none,checkpoint,offload,budget")
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import rows, pathlib\n"
+    code += "for arm in sys.argv[3:]:\n"
+    code += "    sample = {'job': 'F4', 'series': sys.argv[1], 'round': 0, 'arm': arm, 'status': 'begun'}\n"
+    code += "    rows.append(pathlib.Path(sys.argv[2]), sample)\n"
+    code += "    if arm in ('checkpoint', 'budget'): sys.exit(1)\n"
+    code += "    rows.append(pathlib.Path(sys.argv[2]), {**sample, 'status': 'skipped'})"
+    command = [sys.executable, "-c", code, options.series, str(tmp_path / "samples.jsonl")]
+    monkeypatch.setattr(run, "commands", lambda name, options: [(options.arms, [*command, *options.arms])])
+    assert run.run_job("F4", options, float("inf")) == "exit status 1"
+    found = [(row["arm"], row["status"]) for row in run.rows.read(tmp_path / "results.csv")]
+    assert found == [("none", "skipped"), ("checkpoint", "stopped"), ("offload", "skipped"), ("budget", "stopped")]
+
+
+def test_a_rank_that_fails_writes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(harness, "run_arm", lambda *_, **__: {"status": "failed", "note": "alone"})
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="1"):
+        run.main(["F2", "--here", "--rehearse", "--arms", "none,budget", "--out", str(tmp_path)])
+    (sample,) = run.rows.samples_of(tmp_path / "samples.jsonl")
+    assert (sample["arm"], sample["status"], sample["note"]) == ("none", "failed", "alone")
+
+
 def test_processes_and_their_ends(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     ends = {"print('hello')": "ok", "raise SystemExit(3)": "exit status 3"}
@@ -217,6 +246,8 @@ def test_jobs_of_several_ranks_and_searches_have_their_processes(tmp_path: Path)
     assert arms == JOBS["F2"].arms
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert command[-1] == ",".join(arms)
+    ((_, command),) = run.commands("links", options_of(tmp_path, "links"))
+    assert command[4] == "--nproc-per-node=gpu"
     options = options_of(tmp_path, "context", "--memory", "24,48", "--arms", "none,offload")
     found = [(arms, command[command.index("--memory") + 1]) for arms, command in run.commands("context", options)]
     assert found == [(("none",), "24"), (("offload",), "24"), (("none",), "48"), (("offload",), "48")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,35 @@ def test_predictions_are_shown_as_differences() -> None:
     (line,) = report.job_tables([found])[1].splitlines()[2:]
     assert line.startswith("| offload(model, memory_budget) of 15.4 GiB |")
     assert line.endswith("| +1.0 % | -3.0 % |")
+
+
+def test_peaks_by_rank_beside_those_of_the_plan(tmp_path: Path) -> None:
+    none = row("E4", "none", 100, rank_peaks_gib="16 12", peak_gib=16)
+    again = row("E4", "none2", 100, rank_peaks_gib="16.5 12", peak_gib=16.5)
+    planned = {"rank_peaks_gib": "15.5 11.502", "rank_predicted_gib": "15.6 11.5", "rank_drops_gib": "1 0.5"}
+    ours = row("E4", "qkv", 100.3, **planned, rank_d2h_gbps="38 38", rank_h2d_gbps="40.4 40.4")
+    assert report.rank_tables([none, again]) == report.rank_tables([ours]) == []
+    lines = report.section("E4", [none, again, ours]).splitlines()
+    arm = 'offload(layers="*.qkv", fraction=1.0)'
+    assert f"| {arm} | 0 | 16.50 | 15.50 | 15.60 | 1.000 | 100.00 % | 38 / 40 |" in lines
+    assert f"| {arm} | 1 | 12.00 | 11.50 | 11.50 | 0.500 | 99.60 % | 38 / 40 |" in lines
+    found = report.targets([none, again, ours])
+    assert "met     E4, qkv, x no offload: 1.003, target <= 1.0033" in found
+    assert "missed  E4, qkv, rank 1, R: 0.996, target >= 0.997" in found
+    assert report.guide(P8, tmp_path, "pipelines.md") == f"{report.WRITTEN}\n"
+    text = report.guide([none, again, ours], tmp_path, "pipelines.md")
+    assert "### Experts in a pipeline on four GPUs" in text
+    assert "| 99.60 % |" in text
+
+
+def test_copies_of_all_gpus_beside_those_of_one(tmp_path: Path) -> None:
+    assert report.link_table(tmp_path) == []
+    rates = {"d2h_alone": 55e9, "d2h": 38e9, "h2d_alone": 55.5e9, "h2d": 37.94e9}
+    links = {**row("links", ""), "ranks": [{"rank": rank, **rates} for rank in range(2)]}
+    (tmp_path / "links.json").write_text(json.dumps(links))
+    text = report.guide([], tmp_path, "many_gpus.md")
+    assert "| 1 | 55.0 | 38.0 | 55.5 | 37.9 |" in text
+    assert "from commit `0123456789ab`" in text
 
 
 def test_the_longest_sequences_in_all_memory_and_in_parts() -> None:

@@ -44,6 +44,15 @@ def test_predictions_and_budgets_have_their_units() -> None:
     assert (row["predicted_peak_gib"], row["predicted_pass_ms"], row["budget_gib"]) == ("1", "500", "4")
 
 
+def test_ranks_have_a_value_each() -> None:
+    ranks = [{"peak_bytes": GIB, "drop_bytes": GIB // 2, "d2h": 38e9}, {"peak_bytes": 2 * GIB, "d2h": 38e9}]
+    higher = [{**rank, "peak_bytes": rank["peak_bytes"] + GIB} for rank in ranks]
+    samples = [sample("qkv", [1.0], ranks=ranks), sample("qkv", [1.0], 1, ranks=higher), sample("none", [1.0])]
+    row, none = rows.summarize(samples)
+    assert (row["rank_peaks_gib"], row["rank_drops_gib"], row["rank_d2h_gbps"]) == ("2 3", "", "38 38")
+    assert none["rank_peaks_gib"] == ""
+
+
 def test_bits_are_compared_with_no_offload_or_else_with_checkpointing() -> None:
     samples = [sample("none", [1.0]), sample("budget", [1.0]), sample("budget", [1.0], 1, values=["0x1p+1"])]
     assert [row["same_bits"] for row in rows.summarize(samples)] == ["yes", "no"]
@@ -82,4 +91,6 @@ def test_a_job_that_is_measured_again_replaces_its_rows(tmp_path: Path) -> None:
     ]
     rows.write(tmp_path / "results.csv", merged)
     assert rows.read(tmp_path / "results.csv") == merged
+    (tmp_path / "older.csv").write_text("job,arm\nP8,none\n")
+    assert rows.read(tmp_path / "older.csv")[0]["rank_peaks_gib"] == ""
     assert rows.read(tmp_path / "none.csv") == []

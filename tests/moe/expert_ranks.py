@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mixture_stage as mixtures
 import processes
 import torch
 import torch.distributed as dist
@@ -21,8 +20,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "model")]
+sys.path[:0] = [str(ROOT / "tests" / "model"), str(ROOT / "benchmarks")]
 
+import experts  # noqa: E402 - lies in benchmarks
 from timed_device import Timed  # noqa: E402 - lies beside the tests of models
 
 import actoffload  # noqa: E402
@@ -55,7 +55,7 @@ def local(tensor: Any) -> Tensor:
 # Two pipelines of one rank each, which share the experts
 
 
-class Computing(mixtures.Block):
+class Computing(experts.Block):
     """A block that takes a virtual second in forward, also where it is recomputed."""
 
     device = Timed()
@@ -68,8 +68,8 @@ class Computing(mixtures.Block):
 def settled(_: torch.device) -> dict[str, Any]:
     """Offload a mixture on a pair of which one rank copies much slower; return how many steps were measured."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pipeline", "data"))
-    mixtures.Block = Computing
-    settings, results = mixtures.MixtureSettings(4, (1, 16, 16), "float32", 2, 24, 4, min_bytes=64), []
+    experts.Block = Computing
+    settings, results = experts.MixtureSettings(4, (1, 16, 16), "float32", 2, 24, 4), []
     for offloads in (False, True):
         nbytes = 16 * 16 * 4 * 30  # about those that a block saves
         link = nbytes / (32 if dist.get_rank() else 0.5)

@@ -1,4 +1,4 @@
-"""Stages of a mixture-of-experts model.
+"""Stages of a mixture-of-experts model, with a dispatcher that makes the host wait and one that does not.
 
 Experts may be spread over a pair of ranks that have different data.  Then each rank of the pair gathers the tokens of
 both, runs its own experts, and each gets back the sums of its tokens.  Their weights are distributed tensors, so that
@@ -7,19 +7,22 @@ both, runs its own experts, and each gets back the sums of its tokens.  Their we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import DEVICE, Recorder, Train, Way
+from stages import ranks_of, train_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from actoffload.moe import GroupedMLP, grouped_mlp, indices_to_multihot
 
-__all__ = ["MixtureSettings", "MixtureStage"]
+__all__ = ["SIZES", "MixtureSettings", "MixtureStage", "trainer"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,15 @@ class MixtureSettings:
     ffn: int
     experts: int
     topk: int = 2
-    min_bytes: int = 2**20
+    microbatches: int = 12
 
-    def stage(self, pair: DeviceMesh | None = None) -> nn.Module:
+    def stage(self, pair: DeviceMesh | None = None, way: Way | None = None) -> nn.Module:
         """Return the module of a stage, whose experts are spread over a mesh of ranks if there is one."""
-        return MixtureStage(self, pair)
+        return MixtureStage(self, pair, way or Way())
+
+
+SIZES = {"E4": MixtureSettings(2, (1, 8192, 4096), "bfloat16", heads=32, ffn=2048, experts=8)}
+SMALL = {"layers": 1, "shape": (1, 32, 32), "dtype": "float32", "heads": 2, "ffn": 48, "experts": 4, "microbatches": 4}
 
 
 # Newer names first; the older ones warn where these exist.
@@ -88,6 +95,17 @@ def _scattered(x: Tensor, pair: Any) -> Tensor:
     return part
 
 
+def masked_multihot(indices: Tensor, probs: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Do what `indices_to_multihot` does by indexing with a mask: the host waits for the sizes of the results."""
+    here = indices != -1
+    rows = torch.arange(len(indices), device=indices.device).repeat_interleave(here.sum(dim=1))
+    routing_map = torch.zeros(len(indices), experts, dtype=torch.bool, device=indices.device)
+    table = torch.zeros(len(indices), experts, dtype=probs.dtype, device=indices.device)
+    routing_map[rows, indices[here]] = True
+    table[rows, indices[here]] = probs[here]
+    return routing_map, table
+
+
 class Attention(nn.Module):
     """Causal self-attention behind a norm."""
 
@@ -121,9 +139,9 @@ class Experts(GroupedMLP):
 class Mixture(nn.Module):
     """Some of the experts for each token, behind a norm."""
 
-    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None, *, waits: bool = False) -> None:
         super().__init__()
-        hidden, self.topk = settings.shape[-1], settings.topk
+        hidden, self.topk, self.waits = settings.shape[-1], settings.topk, waits
         self.pair = None if pair is None else pair.get_group()
         self.local = settings.experts // (1 if pair is None else pair.size())
         self.first = 0 if pair is None else self.local * pair.get_local_rank()
@@ -139,8 +157,9 @@ class Mixture(nn.Module):
             rows, probs = _Gather.apply(rows, self.pair), _Gather.apply(probs, self.pair)
             indices = _gathered(indices, self.pair) - self.first
             indices = indices.where((indices >= 0) & (indices < self.local), -1)
-        tokens, counts, weights = self._dispatch(indices, probs)
-        y = self.experts(rows[tokens], counts, padded=self.pair is not None) * weights.unsqueeze(1)
+        tokens, counts, weights = (self._dispatch_waiting if self.waits else self._dispatch)(indices, probs)
+        padded = self.pair is not None and not self.waits
+        y = self.experts(rows[tokens], counts, padded=padded) * weights.unsqueeze(1)
         y = torch.zeros_like(rows).index_add(0, tokens, y)
         return (y if self.pair is None else _Scatter.apply(y, self.pair)).view(shape)
 
@@ -156,14 +175,21 @@ class Mixture(nn.Module):
         weights = table[tokens, chosen.clamp(max=self.local - 1)] * (chosen < self.local)
         return tokens, routing_map.sum(dim=0), weights
 
+    def _dispatch_waiting(self, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same without the tokens behind the last expert, by masks."""
+        routing_map, table = masked_multihot(indices, probs, self.local)
+        by_expert = routing_map.T.contiguous()
+        tokens = torch.arange(len(indices), device=indices.device).expand(self.local, -1).masked_select(by_expert)
+        return tokens, routing_map.sum(dim=0), table.T.masked_select(by_expert)
+
 
 class Block(nn.Module):
     """Attention and a mixture, each with a residual connection."""
 
-    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None, *, waits: bool = False) -> None:
         super().__init__()
         self.attention = Attention(settings.shape[-1], settings.heads)
-        self.mixture = Mixture(settings, pair)
+        self.mixture = Mixture(settings, pair, waits=waits)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
@@ -174,12 +200,30 @@ class Block(nn.Module):
 class MixtureStage(nn.Module):
     """The blocks of one stage."""
 
-    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None = None) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None, way: Way) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(settings, pair) for _ in range(settings.layers)])
+        self.way = way
+        self.layers = nn.ModuleList([Block(settings, pair, waits=way.waits) for _ in range(settings.layers)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the last block."""
         for layer in self.layers:
-            x = layer(x)
+            x = self.way.call(layer, x)
         return x
+
+
+def _train(settings: MixtureSettings, profile: dict[str, int], way: Way, recorder: Recorder) -> None:
+    mesh, numbers = ranks_of(data=2)
+    modules = {}
+    for number in numbers:
+        torch.manual_seed(number)
+        with DEVICE:
+            modules[number] = settings.stage(mesh["data"], way).to(getattr(torch, settings.dtype))
+    shape = settings.microbatches, *settings.shape[1:]
+    train_stages(way, recorder, mesh, modules, shape, getattr(torch, settings.dtype), profile)
+
+
+def trainer(name: str, *, rehearse: bool) -> Train:
+    """Return the function that trains the stages of a job."""
+    settings = replace(SIZES[name], **SMALL) if rehearse else SIZES[name]
+    return partial(_train, settings, {})
