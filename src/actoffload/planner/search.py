@@ -244,7 +244,7 @@ class _Search:
         plan, ways, fits = None, self._plain, False
         for ways_ in choices:
             # Placement leaves out what the host delays inside of a group; the next is taken if that matters.
-            found, result = self._described(ways_, self._counted(ways_).plan())
+            found, result = self._described(ways_, self._leaner(ways_, self._counted(ways_)).plan())
             if plan is None or result.device_peak_bytes < (plan.peak_bytes or 0):
                 plan, ways, fits = found, ways_, result.device_peak_bytes <= self.limit
             if fits:
@@ -290,6 +290,24 @@ class _Search:
             return found
         smallest = min(leanest)
         return place(profile, profile.movable[: leanest.index(smallest)], smallest, host_seconds=self.host_seconds)
+
+    def _leaner(self, ways: Ways, fastest: Placement) -> Placement:
+        """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
+        profile = self._profile(ways)
+        low, best = min(profile.leanest), fastest
+        while best.peak_bytes - low > max(best.peak_bytes >> 8, 1):
+            middle = (low + best.peak_bytes) // 2
+            least = next((k for k, peak in enumerate(profile.leanest) if peak <= middle), len(profile.leanest))
+            numbers = dict.fromkeys((*range(least, len(profile.leanest))[:FEW], max(len(best.released), least)))
+            places = (
+                place(
+                    profile, profile.movable[:number], middle, host_seconds=self.host_seconds, allowed=fastest.seconds
+                )
+                for number in numbers
+            )
+            lean = next((each for each in places if each.peak_bytes <= middle and each.seconds < inf), None)
+            low, best = (middle, best) if lean is None else (low, lean)
+        return best
 
     def _placement(self, choice: _Choice) -> Placement:
         profile = self._profile(choice.ways)
