@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from actoffload.device.reference import CreatedStorages
 from actoffload.pipeline.planning import slowest, variants_of
-from actoffload.planner.pipeline_recomputation import recomputed, ways_of
+from actoffload.planner.variants import recomputed, ways_of
 from actoffload.schedule import Computation, simulate_pipeline
-from actoffload.schedule.pipeline_results import RankSimulation
+from actoffload.schedule.pipeline_simulation import RankSimulation
 
 __all__ = ["mean_square", "ranks_of", "train_stages"]
 

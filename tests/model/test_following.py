@@ -355,13 +355,16 @@ def test_a_forward_that_is_bound_to_the_module_itself():
 
 def test_mixed_precision_of_accelerate_after_offload():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # other tests choose another precision
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     plain = Waves(6)
     model = copy.deepcopy(plain)
-    want = train(accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(plain))
+    want = train(accelerator.prepare(plain))
     with offload(model, recompute=False) as handle:
-        prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+        prepared = accelerator.prepare(model)
         equal(train(prepared), want)
         assert moved(handle, prepared) > 0
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("first", ["parametrized", "offloaded"])

@@ -17,6 +17,7 @@ from adversary.trees import ModelRun, TreeProgram, chain, mixed, nested, tree_pr
 from helpers import no_gc, nothing_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed_device import Timed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
@@ -280,3 +281,38 @@ def test_a_group_that_raises_leaves_no_hooks(scoped, where):
     handle.reset_statistics()
     equal(train(model, steps=1), want)
     assert handle.statistics().bytes_offloaded == 8 * UNIT
+
+
+class Noise(torch.autograd.Function):
+    """Has other results each time, which no dispatch mode sees; the proof finds it out."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Noise.calls += 1
+        y = torch.from_numpy(x.numpy() * Noise.calls)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+class Noisy(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Noise.apply(torch.sin(x)) * 2.0)
+
+
+def test_functions_whose_results_differ_where_operators_are_timed():
+    """What the proof has found out counts in the timed run after it."""
+    model = Transformer(4, Noisy)
+    with offload(model, device=Timed(1e7, 1e7, memory=2**20)):
+        train(model)
+        Noise.calls = 0
+        found = train(model)
+    nothing_installed(model)
+    Noise.calls = 0
+    equal(train(model), found)

@@ -267,11 +267,17 @@ class Call:
         if whole or self._timed is not None:
             program = Program(program.trace, everything, program.min_bytes, program.banned)
         entries = program.trace.entries
-        kept = {value for value, found in program.sources.items() if found is None}
-        # Of no other value: they are dropped one by one.
-        real = {entries[k].value: slot.tensor for k, slot in enumerate(slots) if slot and entries[k].value in kept}
-        real |= {value: slot.tensor for value, k in program.kept_at.items() if (slot := slots[k]) is not None}
         inputs = self._inputs
+
+        def saved_values(program: Program) -> dict[int, Tensor | None]:
+            """Return the values that a program keeps; of no other one, because they are dropped one by one."""
+            kept = {value for value, found in program.sources.items() if found is None}
+            found = {entries[k].value: slot.tensor for k, slot in enumerate(slots) if slot and entries[k].value in kept}
+            return found | {
+                value: slot.tensor for value, k in program.kept_at.items() if (slot := slots[k]) is not None
+            }
+
+        real = saved_values(program)
 
         def source(value: int) -> Tensor:
             found = program.sources[value]
@@ -286,7 +292,9 @@ class Call:
             policy, banned = self.program.policy, {*program.banned, *banned}
             self._adopt(Program(program.trace, policy, program.min_bytes, banned))
         if self._timed is not None:
-            program = Program(program.trace, everything, program.min_bytes, banned) if banned else program
+            if banned:  # these values are kept, and read from where they were saved
+                program = Program(program.trace, everything, program.min_bytes, banned)
+                real |= saved_values(program)
             self.times = program, measure(program, source, self._timed)
 
     def _drop(self, numbers: Sequence[int]) -> None:
