@@ -85,7 +85,9 @@ def run_here(name: str, options: argparse.Namespace) -> None:
         (options.out / "machine.txt").write_text(f"{when}\n\n{measure_machine()}\n", encoding="utf-8")
         return
     if job is None:
-        importlib.import_module(name).record(options.out, about, rehearse=options.rehearse)
+        importlib.import_module("link_rates" if name == "links" else name).record(
+            options.out, about, rehearse=options.rehearse
+        )
         if ranks > 1:
             torch.distributed.destroy_process_group()
         return

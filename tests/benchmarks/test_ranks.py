@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "moe")]
 
 import experts  # noqa: E402 - lies in benchmarks, as the next ones
-import links  # noqa: E402
+import link_rates  # noqa: E402
 from expert_ranks import forked  # noqa: E402 - lies in tests/moe
 from harness import run_arms  # noqa: E402
 from jobs import JOBS  # noqa: E402
@@ -23,7 +23,7 @@ ARMS = "waiting", "none", "qkv", "offload"
 
 
 def measured(_: torch.device, folder: str) -> list[dict[str, Any]]:
-    links.record(Path(folder), {"device": "some GPU"}, rehearse=True)
+    link_rates.record(Path(folder), {"device": "some GPU"}, rehearse=True)
     job = replace(JOBS["E4"], warm_up=1, steps=1)
     return run_arms(job, experts.trainer("E4", rehearse=True), lambda sample: None, ARMS)
 
