@@ -34,8 +34,8 @@ from sphinx.util import logging
 from sphinx_gallery.sorting import ExplicitOrder
 from sphinx_gallery.utils import zip_files
 
-from actoffload.measure import describe_device, measure_link
 from actoffload._tables import ByteUnit
+from actoffload.measure import describe_device, measure_link
 
 logger = logging.getLogger(__name__)
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
