@@ -84,10 +84,9 @@ handle.remove()
 # %%
 # Side by side
 # ------------
-# What follows only measures, without the limit of the GPU. Each plan is used again: ``plan=`` repeats one without
-# measuring. On a GPU the table also has the measured times of whole steps. The time in a plan is that of forward and
-# backward, from few passes. Without offloading no pass fits, so that time is an estimate. Less memory costs time: the
-# copies take longer than the compute that they overlap, or parts of blocks are computed twice.
+# Peak memory and step time of each plan, without the limit of the GPU: ``plan=`` repeats a plan without measuring. On a
+# GPU the table has times of whole steps, with the optimizer. The time in a plan is that of forward and backward. Less
+# memory costs time: the copies take longer than the compute that they overlap, or parts of blocks are computed twice.
 from actoffload.measure import measure_steps
 
 if not reference:

@@ -100,8 +100,9 @@ print(handle.report())
 # %%
 # Side by side
 # ------------
-# What follows only measures. Every token occurs once for each of its two experts, so a mixture saves more than a dense
-# MLP of the same width. On a GPU the step takes longer; ``actoffload.offload(model)`` offloads only what does not fit.
+# Peak memory and step time, with and without. Every token occurs once for each of its two experts, so a mixture saves
+# more than a dense MLP of the same width. On a GPU the step takes longer; ``actoffload.offload(model)`` offloads only
+# what does not fit.
 from actoffload.measure import compare_steps
 
 

@@ -53,7 +53,7 @@ class ReferenceDevice(Backend):
         Let events read this machine's clock instead of the virtual ones: for programs whose compute is real.
     memory : int, optional
         Bytes of device memory.  What operations create inside of ``with device.counting():`` counts; one that needs
-        more raises `torch.OutOfMemoryError`.  By default nothing is counted, and there is no limit.
+        more raises ``torch.OutOfMemoryError``.  By default nothing is counted, and there is no limit.
 
     Examples
     --------
