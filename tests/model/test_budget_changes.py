@@ -125,7 +125,7 @@ def test_larger_inputs_long_after_more_memory_came():
 def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, TimedModel, Any]:
     """Measure a model; passes with the plan have other inputs than those before, or less memory beside them."""
     device, model, handle = make(budget)
-    for n in range(10):
+    for n in range(16):
         more = device.count(torch.zeros(beside // 4)) if n < 2 else None
         assert peak(model, device, 4 if n < 2 else elements) <= budget
         del more

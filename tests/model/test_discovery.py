@@ -63,6 +63,11 @@ def test_blocks_that_hold_lists_can_be_divided():
     assert "stages.3.inner.0.up" in names(candidates(model))
 
 
+def test_blocks_that_hold_an_mlp_as_a_list_are_followed_as_a_whole():
+    model = Parts(stages=nn.ModuleList(Parts(mlp=nn.Sequential(nn.Linear(4, 4), nn.GELU())) for _ in range(4)))
+    assert [name for name in names(candidates(model)) if name.startswith("stages")] == [f"stages.{k}" for k in range(4)]
+
+
 def test_without_a_list_all_modules_are_candidates():
     assert names(candidates(Parts(a=Parts(b=nn.Linear(2, 2)), c=nn.ReLU()))) == ["a", "a.b", "c"]
     assert candidates(nn.Linear(2, 2)) == ()

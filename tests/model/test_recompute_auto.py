@@ -53,7 +53,7 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 @pytest.mark.parametrize(
     ("link", "budget", "expected"),
     [
-        (3e5, 20 * MIB, ["FIRST", "LEAN", "PLAN", "PLAN", ""]),
+        (3e5, 20 * MIB, ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN"]),
         (3e5, 60 * MIB, ["FIRST", "LEAN", "BARE", "", ""]),
         (3e5, None, ["FIRST", "LEAN", "BARE", "", ""]),
     ],

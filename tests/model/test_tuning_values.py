@@ -316,3 +316,29 @@ def test_functions_whose_results_differ_where_operators_are_timed():
     nothing_installed(model)
     Noise.calls = 0
     equal(train(model), found)
+
+
+class Stage(Block):
+    """A block in which there are others, which are groups no more once the first forward has shown what saves most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = x + 1e-3 * block(x[:1])
+        for _ in range(12):
+            x = torch.sin(x)
+        return super().forward(x)
+
+
+def test_groups_are_replayed_once_no_other_groups_are_inside_of_them():
+    model = Transformer(4, Stage)
+    want = train(model)
+    with offload(model, device=Timed(1e7, 1e7, memory=2**20), recompute=True) as handle:
+        equal(train(model), want)
+        report = handle.report()
+    assert {group.name for group in report.groups} == {f"blocks.{k}" for k in range(4)}
+    assert all(group.recomputed for group in report.groups)
+    assert report.refused == {}

@@ -98,13 +98,19 @@ def _follow(module: Module, blocks: set[Module], whole: set[Module], found: dict
 def _repeated(blocks: Iterable[Module]) -> set[Module]:
     """Return blocks of which three or more have parameters of the same shapes: they will not be divided.
 
-    A block that holds a list may be a stage, and stages save different numbers of bytes: they may be divided.
+    A block that holds a list of modules with modules inside may be a stage, and stages save different numbers of bytes:
+    they may be divided.  An MLP in a `Sequential` is no stage.
     """
     alike = defaultdict[tuple[object, ...], list[Module]](list)
     for block in blocks:
-        if not any(isinstance(child, CONTAINERS) for child in children(unwrap(block))):
+        if not any(map(_holds_blocks, children(unwrap(block)))):
             alike[(block_type(block), shapes(block))].append(block)
     return {block for same in alike.values() if len(same) >= _ALIKE for block in same}
+
+
+def _holds_blocks(module: Module) -> bool:
+    """Return whether a module is a list with modules that have others inside."""
+    return isinstance(module, CONTAINERS) and any(children(unwrap(child)) for child in children(module))
 
 
 # In the first forward

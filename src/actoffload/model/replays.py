@@ -25,7 +25,7 @@ from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.hooks import unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Call, Policy, Program, Trace, Tracer, Weight
+from ..replay import Alarm, Call, FunctionCall, Policy, Program, Trace, Tracer, Weight
 from .followed import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -257,6 +257,11 @@ class Replays:
         if take_times is not None and call.times is not None:
             take_times(group, *call.times)
 
+    def groups_chosen(self) -> None:
+        """Note that some modules are groups no more, so others have no groups inside."""
+        self._alone.clear()
+        self._refused.clear()
+
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
         hooks = saved_tensor_hooks()
@@ -402,6 +407,7 @@ class OperatorTimes:
                         unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
                         segment=step.node.segment,
                         kept=kept,
+                        gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
                     )
                 )
             found.update(dict.fromkeys(groups, costs))

@@ -383,6 +383,7 @@ class Tracker:
             following = self.steering.pass_ends(current, sequence)
             if following is not None:
                 self.steering, then = following
+                self.replays.groups_chosen()
                 self.when_idle(then)
 
     # Removal

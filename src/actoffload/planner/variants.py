@@ -57,6 +57,8 @@ class OperatorCost:
         The part of the group that calls it: what one part saves is made again, used and freed before the next.
     kept : int
         Bytes of its saved results that can be made again, but not be offloaded: casts of weights.
+    gradient : int
+        Bytes of its largest saved output, for which backward makes a gradient; 0 if it is no output.
     """
 
     name: str
@@ -68,6 +70,7 @@ class OperatorCost:
     unsaved: tuple[int, ...] = ()
     segment: int = 0
     kept: int = 0
+    gradient: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -136,11 +139,14 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     -----
     The saved outputs of the operators are ordered by the seconds that each byte spares, so that the ways lie on a
     convex curve of bytes against seconds.  What is made again lies on the device one segment at a time; what `whole`
-    needs beyond the largest segment, such as gradients, every way needs.
+    needs beyond the largest segment, such as gradients, every way needs.  None needs more than `whole`, which frees a
+    part within a segment.
     """
     order = _worth_in_order(operators)
     every, total = seconds_again(operators, ()), sum(each.seconds for each in operators)
-    largest = _transient(operators, ())
+    largest, gradient = _transient(operators, ()), max((each.gradient for each in operators), default=0)
+    # Less than a segment may lie on the device at a time, so that its bytes hide those of the gradients.
+    hidden = max(whole.backward_temporary - largest, min(gradient, whole.backward_temporary - gradient), 0)
     times = list(accumulate((each.seconds for each in operators), initial=0.0))
     found = []
     for number in (len(order), *_steps([each.nbytes for each in order], STEPS)):
@@ -160,8 +166,8 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
             backward=backward,
             saved=tuple(saved),
             host_backward=max(whole.host_backward - spared, 0.0),
-            forward_temporary=max(whole.forward_temporary - largest, 0) + transient,
-            backward_temporary=max(whole.backward_temporary - largest, 0) + transient,
+            forward_temporary=min(max(whole.forward_temporary - largest, 0) + transient, whole.forward_temporary),
+            backward_temporary=min(hidden + transient, whole.backward_temporary),
         )
         found.append(Variant(cost, tuple(each.name for each in order[:number])))
     if not order:

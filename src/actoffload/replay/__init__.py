@@ -4,13 +4,14 @@ from .call import Call
 from .policy import COSTLY, Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm
-from .trace import Trace, Weight
+from .trace import FunctionCall, Trace, Weight
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
     "COSTLY",
     "Alarm",
     "Call",
+    "FunctionCall",
     "Given",
     "Policy",
     "Program",

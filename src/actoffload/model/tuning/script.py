@@ -8,8 +8,7 @@ without, one more pass keeps everything, to know its peak; then nothing is insta
 
 Otherwise the planner chooses the fastest plan that fits.  Its first pass takes host memory, and its second is timed.
 If one takes more than the limit, all plans are expected to take as much more, and another is chosen.  Last comes a pass
-in which every group is replayed as a whole, as activation checkpointing would run it, unless that should take longer
-by more than `SURELY`: the faster of the two is kept.
+in which every group is replayed as a whole, as activation checkpointing would run it: the faster of the two is kept.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ __all__ = ["Script", "Steps", "room_in", "timed_operators"]
 FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
 WITHOUT = 8  # passes without groups after which the next stage comes: the model may take another branch at times
 TRIES = 3  # plans that are tried because the one before took more than the limit
-SURELY = 0.1  # part of the time of a pass by which a prediction is off at most
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 PROBE = 2**20  # bytes of a copy that measures the link
@@ -342,30 +340,35 @@ class Script:
         return (yield from self._whole(plan, seconds))
 
     def _whole(self, plan: GroupPlan, seconds: float) -> Steps:
-        """Time a pass in which every group is replayed as a whole, and return that plan if it is faster and fits."""
-        found, limit = self.found, self.found.limit or inf
+        """Time passes in which every group is replayed as a whole; return that plan if it is faster and fits.
+
+        Its predicted time does not count: it is that of the leanest pass, which waited for copies and for the host.
+        """
+        found, limit, excess = self.found, self.found.limit or inf, 0
         assert found.choose is not None
         names, ways, link = found.choose.args
         last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
         if last == list(ways):
             return plan
-        whole = found.expected(found.choose.func(names, last, link, **found.choose.keywords))
         saves = tuple(group[-1].saves for group in ways)
         less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
-        whole = replace(
-            whole, saves=saves, recomputed_nbytes=less, baseline_seconds=plan.baseline_seconds, because=plan.because
-        )
-        same = whole.plan == plan.plan and whole.saves == plan.saves
-        # Where the plan took longer than predicted, that may be due to its copies.
-        least = (whole.seconds or inf) / max(found.pace, 1.0)
-        if same or (whole.peak_bytes or inf) > limit or least > (1 + SURELY) * seconds:
-            return plan
-        found.plan = whole
-        timed = yield from self._timed()
-        timed.wait(self._backend)
-        peak, taken = self._take_peak(whole, [timed]), self._seconds(timed)
-        if taken < seconds and peak <= limit:
-            return replace(whole, seconds=taken, peak_bytes=peak)
+        for _ in range(TRIES):
+            whole = found.expected(found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess}))
+            whole = replace(
+                whole, saves=saves, recomputed_nbytes=less, baseline_seconds=plan.baseline_seconds, because=plan.because
+            )
+            same = whole.plan == plan.plan and whole.saves == plan.saves
+            if same or (whole.peak_bytes or inf) > limit - excess:
+                break
+            found.plan = whole
+            timed = yield from self._timed()
+            timed.wait(self._backend)
+            peak, taken = self._take_peak(whole, [timed]), self._seconds(timed)
+            if taken >= seconds:
+                break
+            if peak <= limit:
+                return replace(whole, seconds=taken, peak_bytes=peak)
+            excess += math.ceil(peak - limit)  # [guard: whole replay that takes more memory than predicted]
         found.plan = plan
         return plan
 
@@ -419,7 +422,8 @@ def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorC
     def scaled(operator: OperatorCost) -> OperatorCost:  # [guard: operators of inputs of another size]
         sizes = tuple(math.ceil(larger * nbytes) for nbytes in operator.sizes)
         seconds, returned = larger * operator.seconds, math.ceil(larger * operator.returned)
-        return replace(operator, seconds=seconds, sizes=sizes, returned=returned)
+        gradient = math.ceil(larger * operator.gradient)
+        return replace(operator, seconds=seconds, sizes=sizes, returned=returned, gradient=gradient)
 
     return {group: list(map(scaled, each)) for group, each in costs.items()}
 
