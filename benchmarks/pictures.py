@@ -98,7 +98,7 @@ def _hero(ax: Any, bars: list[list[Any]], scheme: str) -> None:
     for k, (_, time, peak, without, whole) in enumerate(bars):
         ax.barh(k, time, color=OURS[scheme], height=0.62, label=None if k else "actoffload")
         ax.text(right, k, f"{time:.2f}", va="center", ha="right", fontsize=9)
-        said = f"{peak:.1f} GiB, " + ("else out of memory" if whole is None else f"of {whole:.1f}")
+        said = f"{peak:.1f} GiB, " + ("else OOM" if whole is None else f"of {whole:.1f}")
         ax.text(0.02, k, said, va="center", fontsize=8.5, color=inside)
         if without is not None:
             label = None if any(bar[3] for bar in bars[:k]) else "no offload"

@@ -273,7 +273,8 @@ def headline(results: Sequence[Row]) -> str:
 def _trains(jobs: dict[str, list[Row]]) -> str:
     longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
     if "offload" in longest:
-        most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", "checkpoint_offload"))
+        other = "checkpoint_offload" if "checkpoint_offload" in longest else "checkpoint"
+        most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", other))
         return f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
     for name in ("L32", "L16"):
         ours, nothing = (find(jobs.get(name, []), arm) for arm in ("offload", "none"))
