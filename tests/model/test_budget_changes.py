@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from actoffload.model.tuning.findings import Room
 from actoffload.model.tuning.metering import Peak
+from actoffload.schedule import Link
 
 MIB = 2**20
 
@@ -297,3 +298,10 @@ def test_the_room_of_ranks_counts_for_inputs_of_one_size():
     found = own.for_all([other, Room()])
     assert (found.limit, found.free()) == (70, 20)
     assert other.for_all([own, Room()]).free() == 20
+    assert found.link is None
+
+
+def test_the_slowest_link_of_all_ranks_counts():
+    own, others = Room(100, link=Link(5e9, 3e9)), [Room(), Room(link=Link(4e9, 6e9, both=7e9)), Room(90)]
+    assert own.for_all(others).link == Link(4e9, 3e9, both=7e9)
+    assert Room(100).for_all(others).link == others[1].link

@@ -44,6 +44,7 @@ EXAMPLES = [
     (Step(0, Computation.BACKWARD_WEIGHT, 2),),
     Decision(Stage.LEAN, Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
     Room(None, Peak(5)),
+    Room(7, Peak(5), Link(2.0, 3.0)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
     Measured(
         1,

@@ -35,7 +35,7 @@ from ..planner import OperatorCost, Variant
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 
-__all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement", "gather", "slowest"]
+__all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement", "gather"]
 
 T = TypeVar("T")
 
@@ -284,19 +284,9 @@ def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | N
         if len(known) < len(copies):
             return None
         limit = min((each.limit for each in known if each.limit is not None), default=None)
-        link, bare = slowest([each.link for each in known]), all(each.bare for each in known)
+        link, bare = Link.slowest(each.link for each in known), all(each.bare for each in known)
         found.append(replace(known[0], limit=limit, link=link, bare=bare))
     return found
-
-
-def slowest(links: Sequence[Link]) -> Link:
-    """Return the lowest rates of all ranks, which wait for each other."""
-    return Link(
-        min(link.d2h for link in links),
-        min(link.h2d for link in links),
-        max(link.latency for link in links),
-        min((link.both for link in links if link.both is not None), default=None),
-    )
 
 
 def disagreement(settings: Sequence[Settings]) -> str:

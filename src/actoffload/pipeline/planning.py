@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..planner import Variant, plan_pipeline
+from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.timeline import milliseconds, size
-from .exchange import Measured, Tried, slowest
+from .exchange import Measured, Tried
 
 __all__ = [
     "Limits",
@@ -25,7 +26,6 @@ __all__ = [
     "costs_time",
     "decision",
     "plans_of",
-    "slowest",
     "variants_of",
 ]
 
@@ -50,7 +50,7 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     """Return the plans of all ranks."""
     names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    stages, link = [costs[stage] for stage in sorted(costs)], slowest([each.link for each in measured])
+    stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
     plan = partial(
         plan_pipeline,
         [each.order for each in measured],

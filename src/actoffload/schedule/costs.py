@@ -183,6 +183,17 @@ class Link:
                 check_fits("bytes per second, more than 0", lambda value: value > 0, **{name: value})
         check_seconds(latency=self.latency)
 
+    @staticmethod
+    def slowest(links: Iterable[Link]) -> Link:
+        """Return the lowest rates of some links: those of ranks, which wait for each other."""
+        known = list(links)
+        return Link(
+            min(link.d2h for link in known),
+            min(link.h2d for link in known),
+            max(link.latency for link in known),
+            min((link.both for link in known if link.both is not None), default=None),
+        )
+
     def end(self, start: float, seconds: float, busy: float, *, back: bool) -> float:
         """Return when copies end that take some seconds alone, while the other direction is busy until a time."""
         own, other = (self.h2d, self.d2h) if back else (self.d2h, self.h2d)

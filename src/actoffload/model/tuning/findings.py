@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ...device.base import usable
 from ...planner import GroupPlan
+from ...schedule.costs import Link
 from ...schedule.simulate import simulate
 from ...schedule.timeline import milliseconds, size
 from .group_costs import scaled_cost
@@ -97,17 +98,27 @@ Of 2 groups 0 are offloaded and 0 recomputed.
 
 
 class Room(NamedTuple):
-    """Bytes of device memory that a pass may take, None for no limit, and the peak of the leanest pass."""
+    """Bytes of device memory that a pass may take, None for no limit, and what the leanest pass has shown.
+
+    That is its peak, and the link, with all ranks copying; None if nothing was copied.
+    """
 
     limit: int | None = None
     peak: Peak = Peak()
+    link: Link | None = None
 
     def for_all(self, others: Iterable[Room]) -> Room:
-        """Return the room of a rank whose plan has to fit in others too, with inputs as large as the largest of all."""
-        known = [self, *(room for room in others if room.limit is not None)]
+        """Return the room of a rank whose plan has to fit in others too, with inputs as large as the largest of all.
+
+        Its link is the slowest of all.
+        """
+        everyone = [self, *others]
+        known = [self, *(room for room in everyone[1:] if room.limit is not None)]
+        links = [room.link for room in everyone if room.link is not None]
         elements = max(room.peak.elements for room in known)  # [guard: ranks whose inputs were short]
         reserve = self.free(elements) - min(room.free(elements) for room in known)
-        return self.less(reserve)._replace(peak=self.peak.scaled_to(elements))
+        link = Link.slowest(links) if links else None  # [guard: the slowest link of all ranks]
+        return self.less(reserve)._replace(peak=self.peak.scaled_to(elements), link=link)
 
     def less(self, reserve: int) -> Room:
         """Return the room without some bytes of it."""

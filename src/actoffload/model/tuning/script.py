@@ -67,13 +67,17 @@ def largest_tensor(lean: TimedPass) -> int:
 def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     """Return the room that there is by a measured pass that offloaded everything."""
     limit, meter = backend.memory_limit(), lean.meter
-    if limit is None or meter is None or not meter.borders:
+    if meter is None or not meter.borders:
         return Room()
+    lean.wait(backend)
+    link = measured_link(meter)
+    if limit is None:
+        return Room(link=link)
     limit = usable(limit, largest_tensor(lean))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     limit = limit if budget is None else min(limit, budget)
-    return Room(max(limit - in_flight, 0), lean.highest())
+    return Room(max(limit - in_flight, 0), lean.highest(), link)
 
 
 class Script:
@@ -117,6 +121,7 @@ class Script:
         self._allocated, self._host_room = allocated, host_room
         self.found = Findings()
         self._most = 0  # elements of inputs so far
+        self._link: Link | None = None  # with all ranks copying
 
     def run(self) -> Steps:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
@@ -187,6 +192,7 @@ class Script:
         found.budget = self._budget
         own = room_in(lean, self._backend, self._budget).less(self._short)
         room = self._room_of_all(own)
+        self._link = room.link
         found.allocated_before = max(lean.meter.allocated_before, self._allocated)
         if own.limit is None or room.limit is None:
             return
@@ -203,7 +209,7 @@ class Script:
         if not names:
             return self._keep("No group has run.")
         found.outside = lean.outside(self._backend)
-        link = measured_link(lean.meter) or self._probed_link()
+        link = self._link or self._probed_link()
         ways = self._ways(traced, lean)
         # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
         known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
@@ -368,7 +374,7 @@ class Script:
                 break
             if peak <= limit:
                 return replace(whole, seconds=taken, peak_bytes=peak)
-            excess += math.ceil(peak - limit)  # [guard: whole replay that takes more memory than predicted]
+            excess += math.ceil(peak - limit)
         found.plan = plan
         return plan
 
