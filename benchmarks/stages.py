@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 from actoffload.device.reference import CreatedStorages
-from actoffload.pipeline.planning import slowest, variants_of
+from actoffload.pipeline.planning import variants_of
 from actoffload.planner.variants import recomputed, ways_of
-from actoffload.schedule import Computation, simulate_pipeline
+from actoffload.schedule import Computation, Link, simulate_pipeline
 from actoffload.schedule.pipeline_simulation import RankSimulation
 
 __all__ = ["mean_square", "ranks_of", "train_stages"]
@@ -145,7 +145,10 @@ def _expected(handle: Any, rank: int, profile: dict[str, int]) -> Sample:
     measured, plans = handle._runner._measured, handle.plans
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     plain, variants = [costs[stage] for stage in sorted(costs)], variants_of(measured)
-    again, link = list(recomputed(plain, variants, ways_of(plans, variants))), slowest([of.link for of in measured])
+    again, link = (
+        list(recomputed(plain, variants, ways_of(plans, variants))),
+        Link.slowest(each.link for each in measured),
+    )
     found: Sample = {"d2h": link.d2h, "h2d": link.h2d} if link.d2h < inf else {}
     if not profile:  # the arm without offload failed
         return found
