@@ -111,7 +111,7 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
     assert report.headline([]) == "No results are recorded yet."
     found = report.headline(P8)
     assert "peak 32.0 to 20.0 GiB, step +5 %" in found
-    assert "faster in 1 of 1 jobs: 0.84 to 0.84" in found
+    assert "in 1 of 1 jobs: 0.84 to 0.84" in found
     assert "bits" not in found
     found = report.headline([*P8, *L16, *BITS])
     assert "Llama 8B LoRA, 16k: 1.5 s a step, out of memory without" in found
