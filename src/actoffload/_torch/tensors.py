@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -136,12 +136,6 @@ current_dispatch_mode: Callable[[], Any] = find("utils._python_dispatch._get_cur
 tree_leaves: Callable[[Any], list[Any]] = find("utils._pytree.tree_leaves", lambda tree: [tree])
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find("utils._pytree.tree_flatten", lambda tree: ([tree], None))
 tree_unflatten: Callable[[Any, Any], Any] = find("utils._pytree.tree_unflatten", lambda leaves, tree: leaves[0])
-
-
-def versions_shared() -> AbstractContextManager[object]:
-    """Let aliases made in this block share the version counter of their tensor, also inside `__torch_dispatch__`."""
-    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
-    return nullcontext() if guard is None else guard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 current_stream: Callable[[int], Any] = find("_C._accelerator_getStream", torch.accelerator.current_stream)

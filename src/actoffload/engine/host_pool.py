@@ -13,8 +13,9 @@ stream that writes next waits for them.  Buffers that were used while a graph wa
 so they are not reused before the pool is closed.  A request that the system refused is repeated when as many bytes as
 were missing have been returned or freed since, in any pool.
 
-An interrupt may come between two changes that belong together.  `HostPool.broken` is set meanwhile; whoever finds it
-set makes the free segments and the counts anew from the slabs and the buffers in use, which each change leaves right.
+An interrupt may come between two changes that belong together.  `HostPool.broken` is set meanwhile; the next caller
+that finds it set makes the free segments and the counts anew from the slabs and the buffers in use, which each change
+leaves right.
 
 `[Note: finalizers]`  Python runs signal handlers between two bytecodes of the main thread.  A signal that arrives while
 autograd computes waits for the next bytecode.  If that is in a ``__del__``, Python drops the exception of the handler,

@@ -283,7 +283,7 @@ def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False)
     """Reload storages in the given order; those that are on the device are passed over.
 
     All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
-    the memory runs out, those that have theirs are reloaded all the same, and the error is the allocator's own.
+    the memory runs out, those that have theirs are reloaded anyway, and the error is the allocator's own.
     """
     waiting = [storage for storage in storages if storage.residency is Residency.HOST]
     while waiting:

@@ -3,7 +3,7 @@
 A pass belongs to its graph and ends when that is freed.  Several may be in flight, in any order.
 
 `[Note: between the groups]`  What is saved while no group runs is kept on the device, and so is what a module named in
-`keep` saves.  Its storages are followed all the same: copying them for a group would free nothing.  Inputs of a group
+`keep` saves.  Its storages are followed as well: copying them for a group would free nothing.  Inputs of a group
 are an exception.  Checkpointing saves them just before the module runs (without reentrant autograd) or just after
 (with it), and they are all that a checkpointed group saves.  So what was saved between two groups, and is an input of
 the group that starts, is offloaded with that group.  What is saved after groups that built no graph, and was an input

@@ -2,7 +2,7 @@
 
 `[Note: trial of the plans]`  The first steps measure groups and copies, each for itself.  Whether a whole step takes as
 long as was simulated for them is known only when it has run.  So the plans are tried.  If plans that should cost
-nothing cost time all the same, nothing is offloaded.  Where memory or the arguments ask for a cost, they are kept.
+nothing cost time in the trial, nothing is offloaded.  Where memory or the arguments ask for a cost, they are kept.
 Every rank decides from the same numbers, and so the same.
 """
 

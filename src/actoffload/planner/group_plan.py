@@ -93,7 +93,7 @@ class GroupPlan:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """Positions of the groups that are recomputed, ascending; what they save all the same is kept or offloaded."""
+        """Positions of the groups that are recomputed, ascending; what they still save is kept or offloaded."""
         return tuple(k for k, saves in enumerate(self.saves) if saves is not None)
 
     @property

@@ -1,14 +1,13 @@
 """Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
 
 from .call import Call
-from .policy import COSTLY, Given, Policy, everything, names_of, policy_for, saving
+from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm
 from .trace import FunctionCall, Trace, Weight
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
-    "COSTLY",
     "Alarm",
     "Call",
     "FunctionCall",

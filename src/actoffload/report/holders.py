@@ -244,7 +244,7 @@ class _Search:
                 path, k = f".{_key(parent, child)}{path}", k + 2
             else:
                 path, k = self._step(parent, child) + path, k + 1
-        # What a module registers lies in a dict of the module, and is an attribute all the same.
+        # What a module registers lies in a dict of the module, and is an attribute as well.
         return re.sub(r"\._(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", path)
 
     def _step(self, parent: Any, child: Any) -> str:

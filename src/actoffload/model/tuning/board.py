@@ -6,10 +6,10 @@ it is read, and waiting for one has a limit.  The store is polled, because a wai
 this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
 Messages are plain data, see [Note: messages].
 
-`[Note: messages]`  Whoever can write to the store of `torch.distributed` can post a message.  If messages were pickles,
-such a message could run any code in every rank.  So reading a message makes plain values and objects of registered
-classes of data, and calls nothing else.  Numbers stay exact: JSON has all digits of an integer, and the shortest text
-that gives the same float.
+`[Note: messages]`  A process that can write to the store of `torch.distributed` can post a message.  If messages were
+pickles, such a message could run any code in every rank.  So reading a message makes plain values and objects of
+registered classes of data, and calls nothing else.  Numbers stay exact: JSON has all digits of an integer, and the
+shortest text that gives the same float.
 """
 
 from __future__ import annotations

@@ -359,12 +359,17 @@ class Script:
         saves = tuple(group[-1].saves for group in ways)
         less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
         for _ in range(TRIES):
-            whole = found.expected(found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess}))
+            # The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
+            costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
             whole = replace(
-                whole, saves=saves, recomputed_nbytes=less, baseline_seconds=plan.baseline_seconds, because=plan.because
+                found.expected(costs),
+                saves=saves,
+                recomputed_nbytes=less,
+                baseline_seconds=plan.baseline_seconds,
+                because=plan.because,
             )
             same = whole.plan == plan.plan and whole.saves == plan.saves
-            if same or (whole.peak_bytes or inf) > limit - excess:
+            if same or (costs.peak_bytes or inf) > limit - excess:
                 break
             found.plan = whole
             timed = yield from self._timed()
