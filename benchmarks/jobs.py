@@ -120,7 +120,7 @@ JOBS = {
     "DiT-XL": Job(
         "DiT-XL/2, 32 latents",
         f"Diffusion transformer (28 layers, hidden size 1152), latents 64 × 64, plain loop, fused AdamW, {_AUTOCAST}.",
-        *("vision", 2.5, 240),
+        *("vision", 2.5, 330),
     ),
     "bits": Job(
         "Same bits, Llama 8B LoRA",
