@@ -192,16 +192,20 @@ class Call:
 
     def _pack_traced(self, tensor: Tensor, tracer: Tracer) -> Any:
         entry = tracer.save(tensor)
-        if entry.value == UNKNOWN:
-            self._slots.append(None)
-            return self._pack(tensor)
-        with no_torch_dispatch():
-            slot = Slot(self, len(self._slots), tensor)
-        self._slots.append(slot)
-        if tracer.values[entry.value].maker != UNKNOWN or entry.by_function:
-            return slot
-        saved = slot.saved = self._pack(tensor)
-        return saved
+        tracer.paused = True
+        try:
+            if entry.value == UNKNOWN:
+                self._slots.append(None)
+                return self._pack(tensor)
+            with no_torch_dispatch():
+                slot = Slot(self, len(self._slots), tensor)
+            self._slots.append(slot)
+            if tracer.values[entry.value].maker != UNKNOWN or entry.by_function:
+                return slot
+            saved = slot.saved = self._pack(tensor)
+            return saved
+        finally:
+            tracer.paused = False
 
     def finish(self, outputs: Any, policy: Policy, min_bytes: int) -> None:
         """End a call that has returned `outputs`: drop what can be made again, or give it to the engine.

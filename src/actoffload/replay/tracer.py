@@ -115,6 +115,7 @@ class Tracer(_Base):  # type: ignore[misc]
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
         self._random = self._states_of_python()
         self._host_reads = False
+        self.paused = False  # while the engine packs what is saved
 
     # Begin and end
 
@@ -258,6 +259,8 @@ class Tracer(_Base):  # type: ignore[misc]
                 return operator(*args, **kwargs)
             if any(has_own_dispatch(kind) for kind in types):
                 return NotImplemented  # a subclass runs operators on its parts, which come here
+        if self.paused:  # [guard: copies of the engine in a traced call]
+            return operator(*args, **kwargs)
         rules = rules_of(operator)
         function = self._function
         if function is not None:
