@@ -31,6 +31,9 @@ storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] | None = fi
 )
 """Return a storage at an address of a device, which belongs to something else; None where PyTorch cannot."""
 
+sleep_on_device: Callable[[int], None] = find("cuda._sleep", lambda cycles: None)
+"""Keep the current stream of an NVIDIA or AMD GPU busy for some cycles of its clock; elsewhere nothing."""
+
 negative_view: Callable[[torch.Tensor], torch.Tensor] = find("_neg_view", torch.neg)
 """Return a tensor with the opposite sign, as a view where PyTorch can."""
 

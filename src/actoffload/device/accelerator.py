@@ -10,12 +10,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._torch.tensors import current_stream, empty_host_cache, is_capturing, set_allocator_settings
+from .._torch.tensors import (
+    current_stream,
+    empty_host_cache,
+    is_capturing,
+    set_allocator_settings,
+    sleep_on_device,
+)
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
 from .host import check_room, node_of_device, on_node, room
 
 __all__ = ["Accelerator"]
+
+CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
 
 class Accelerator(Backend):
@@ -126,6 +134,10 @@ class Accelerator(Backend):
     def out_of_memory_errors(self) -> int:
         stats: dict[str, int] = getattr(self._memory, "memory_stats", dict)()
         return stats.get("num_ooms", 0)
+
+    def occupy(self, seconds: float) -> None:
+        if self.type == "cuda" and not self.capturing():
+            sleep_on_device(int(seconds * CLOCK))
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)

@@ -108,6 +108,10 @@ class Backend(Protocol):
         """Return the bytes of memory that the device has; None if that is not known."""
         return None
 
+    def occupy(self, seconds: float) -> None:
+        """Keep the current stream busy for about so long, so that the host gets ahead of the device."""
+        return
+
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""
         return

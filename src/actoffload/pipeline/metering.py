@@ -39,6 +39,8 @@ class StepMeter(Meter):
     It is installed as the recorder of the engine; `note` is called by the conductor.
     """
 
+    keeps_busy = False  # other ranks would wait
+
     def __init__(self, backend: Backend, counters: Counters) -> None:
         super().__init__(backend, counters, memory=False)
         begun = backend.record_timed(current_stream(backend))

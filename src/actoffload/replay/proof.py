@@ -33,6 +33,7 @@ __all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
+QUEUED = 1e-4  # seconds that the host takes at most for an operator and two events
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KINDS = (below_autograd, no_autocast, no_torch_dispatch)
@@ -157,6 +158,7 @@ def prove(
 def measure(program: Program, source: Callable[[int], Tensor], backend: Backend) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
+    backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything():
         _run_all(program, source, lambda value, tensor: tensor, pure=True, times=times, backend=backend)
     return times
@@ -280,7 +282,12 @@ class Sample:
         if view is None or saved.dtype is not view.dtype or is_freed(saved):
             return None
         where = _where(view, whole=whole)
-        return None if where is None else Sample(number, where, whole, _sampled(saved, where, whole=whole).clone())
+        if where is None:
+            return None
+        if whole:
+            return Sample(number, where, whole, _sampled(saved, where, whole=whole))
+        elements = torch.as_strided_copy(saved, (where.count,), (where.step,), where.offset)
+        return Sample(number, where, whole, elements.view(where.bits))
 
 
 def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:

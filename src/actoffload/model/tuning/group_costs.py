@@ -171,8 +171,8 @@ def without_hooks(
 ) -> list[LayerCost]:
     """Return costs of groups that were offloaded, with the time of the host as it is without that.
 
-    A host that waits for copies is late for another reason than its work, so groups of one kind have the median of what
-    they took, if that is less; `seconds` of it are for each tensor that was offloaded.
+    A host that waits for the device is late for another reason than its work, so groups of one kind have the least of
+    what they took; `seconds` of it are for each tensor that was offloaded.
     """
     host = meter.host_seconds()
     alike = defaultdict[tuple[Kind, Hashable], list[float]](list)
@@ -180,8 +180,7 @@ def without_hooks(
         alike[kind, kinds[k]].append(taken)
 
     def work(kind: Kind, k: int) -> float:
-        own = host.get((kind, k), 0.0)
-        return max(min(own, median(alike[kind, kinds[k]] or [own])) - seconds * len(costs[k].saved), 0.0)
+        return max(min(alike[kind, kinds[k]], default=0.0) - seconds * len(costs[k].saved), 0.0)
 
     return [
         replace(cost, host_forward=work(Kind.FORWARD, k), host_backward=work(Kind.BACKWARD, k))

@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 
+FIRST, LONGEST = 0.02, 0.1
+"""Seconds for which the device is kept busy before the first group, and at most before one."""
 SHARERS = 2
 """Number of groups with which a storage may be saved and still count in one of them."""
 
@@ -99,6 +101,7 @@ class Meter(TimelineRecorder):
     """
 
     levels = False
+    keeps_busy = True  # the device, where events would measure the host
 
     def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
         super().__init__(backend, counters)
@@ -115,6 +118,7 @@ class Meter(TimelineRecorder):
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
+        self._start: tuple[StreamEvent, float] | None = None  # of the latest group, on the device and on the host
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Note the start of a group's forward or first backward."""
@@ -157,6 +161,8 @@ class Meter(TimelineRecorder):
         if ends and (kind, layer, False) not in self._noted:  # [guard: end without a start]
             return
         self._noted.add(border)
+        if not ends and self.keeps_busy:
+            self._let_host_ahead(layer)
         event = self._backend.record_timed(current_stream(self._backend))
         now = self._backend.host_time()
         host = now - self._spent
@@ -164,9 +170,32 @@ class Meter(TimelineRecorder):
         allocated, temporary = self._allocated, self._temporary
         self._between, self._temporary = ends, 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
-        gradients = max(self._gradient_bytes() - self._gradients, 0)
+        # Forwards make none, and it takes long.
+        gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
         self.borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other, gradients))
         self._spent += self._backend.host_time() - now
+
+    def _let_host_ahead(self, layer: int) -> None:
+        """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
+        backend, now = self._backend, self._backend.host_time()
+        seconds = FIRST
+        if self._start is not None:
+            event, since = self._start
+            seconds = 0.0 if not backend.passed(event) else min(2 * (now - since), LONGEST)
+        stream = current_stream(backend)
+        begun = ended = backend.record_timed(stream)
+        if seconds:
+            backend.occupy(seconds)
+            ended = backend.record_timed(stream)
+            self._transfers.append(_Transfer(Kind.STALL, layer, begun, begun, ended, 0))
+        self._start = ended, now
+
+    def kept_busy(self) -> float:
+        """Return the seconds for which the device was kept busy before the first group."""
+        first = next((each for each in self._transfers if each.kind is Kind.STALL and not each.nbytes), None)
+        if first is None or self._backend.elapsed(self.borders[0].event, first.ended) > 0:
+            return 0.0
+        return self._backend.elapsed(first.begun, first.ended)
 
     def _sample(self) -> tuple[int, int]:
         """Return the bytes of device memory that are allocated, and the most since this was called before."""
@@ -372,7 +401,8 @@ class TimedPass:
         assert self.meter is not None
         assert self.ended is not None
         borders = self.meter.borders
-        return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
+        before = backend.elapsed(self.begun, borders[0].event) - self.meter.kept_busy()
+        return max(before, 0.0) + backend.elapsed(borders[-1].event, self.ended)
 
     def larger(self, elements: int) -> float:
         """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
