@@ -217,7 +217,9 @@ def test_what_the_engine_copies_while_a_call_is_traced_is_no_part_of_it():
     """It seemed to write to the input of the call, so nothing that reads that was replayed."""
     found = []
     for device in (ReferenceDevice(), Chunks()):
-        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+        model = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        )
         handle = offload(model, device=device, recompute=True, fraction=1.0)
         for k in range(3):
             model(batch(k).requires_grad_()).sum().backward()

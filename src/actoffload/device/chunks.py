@@ -37,8 +37,8 @@ TO_HOST = 1 << 25
 TO_DEVICE = 1 << 24
 """Most bytes of a chunk of a copy to the device where several ranks run: 0.3 ms at 55 GB/s."""
 
-ALONE = 1 << 26
-"""Most bytes of a chunk where one rank runs, for which no collective waits: 1.2 ms at 55 GB/s."""
+ALONE = 1 << 27
+"""Most bytes of a chunk where one rank runs, for which no collective waits: 2.4 ms at 55 GB/s."""
 
 SEPARATED = 1 << 22
 """Copies of at least this many bytes have separators: 76 us at 55 GB/s, so that a separator costs a few percent."""

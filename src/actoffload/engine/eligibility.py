@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -295,19 +296,20 @@ _Memory: TypeAlias = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 def _memory_of(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[_Memory]:
-    """Return where the parameters and buffers in the tables of some modules are."""
+    """Return where the parameters and buffers in the tables of some modules are, of those that have any."""
     return [
         (
             [_addresses(tensor) for tensor in parameters.values() if tensor is not None],
             [_addresses(tensor) for tensor in buffers.values() if tensor is not None],
         )
         for parameters, buffers, _ in tables
+        if parameters or buffers
     ]
 
 
 def _children_in(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[int]:
     """Return the identities of the modules in the tables of some modules."""
-    return [id(child) for _, _, children in tables for child in children.values()]
+    return list(map(id, chain.from_iterable([children.values() for _, _, children in tables if children])))
 
 
 class ModelTensors:

@@ -101,6 +101,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
+        self.reason: Reason | None = None  # why the latest tensor is kept that was not small
 
     def take_for(self, owner: PassState, layer: Layer) -> None:
         """Pack for a layer of a pass from here on."""
@@ -147,6 +148,7 @@ class Packer:
                 if packed is not None:
                     return packed
         elif tensor.numel() < self._smallest:
+            self.reason = Reason.SMALL
             small = self._small
             small[0] += 1
             if tensor.layout is STRIDED:
@@ -161,6 +163,7 @@ class Packer:
             known = self._layer.layouts.get(place) if self._as_saved and not self._engine.follows_all else None
             saved = self._registry.save_as_before(self._layer, tensor, known, self._owner, self._as_saved)
             if saved is not None:
+                self.reason = None
                 return saved
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is None:
@@ -169,8 +172,14 @@ class Packer:
             if self._stays_whole:
                 resident = self._registry.resident(self._layer, tensor)
                 if resident is not None:
+                    self.reason = None
                     return keep(tensor, self._token, (resident,))
             return self._save(tensor, None)
+        return self.keep(tensor, reason)
+
+    def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
+        """Return what autograd holds in place of a tensor that stays on the device."""
+        self.reason = reason
         count = self._kept.get(reason)
         if count is None:
             count = self._kept[reason] = [0, 0]
@@ -180,6 +189,7 @@ class Packer:
         return keep(tensor, self._token)
 
     def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
+        self.reason = None
         wrappers = tuple(map(Seen.of, self._around))
         storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
         if storage.plain is not view or wrappers:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
+from operator import attrgetter, is_
 from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
@@ -23,9 +25,9 @@ from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
-from ..engine.hooks import unpack
+from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Call, FunctionCall, Policy, Program, Trace, Tracer, Weight
+from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure
 from .followed import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -38,6 +40,7 @@ CAPTURED = "because their first calls are captured into a CUDA graph, in which n
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 PROVEN = 1  # calls of a kind in which all bits are compared
+TIMED = 3  # groups that do the same whose operators are timed in a pass
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
 
@@ -59,15 +62,16 @@ class _Attributes:
         modules = self.modules
         self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
         self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
-        self._dicts = list(map(vars, self._inside))
-        dicts = [vars(module), *self._dicts]
-        self._plain = [(k, name) for k, each in enumerate(dicts) for name in each if _is_plain(name, each[name])]
-        self._functions = [(k, name) for k, each in enumerate(dicts) for name in each if _is_function(name, each[name])]
-        self._tables = [table for inner in modules for table in registered(inner)]
-        self._registered = [(table, name) for table in self._tables for name in table]
-        self._hooks = [hooks for inner in modules for hooks in (inner._forward_pre_hooks, inner._forward_hooks)]
+        # Looked up in each call, so without a loop in Python: LoRA has 80 modules in a block.
+        inside, tables = list(map(vars, self._inside)), [table for inner in modules for table in registered(inner)]
+        self._plain = _names(vars(module), inside, _is_plain)
+        self._functions = _names(vars(module), inside, _is_function)
+        self._registered = _names({}, tables, lambda name, value: True)
+        hooks = [each for inner in modules for each in (inner._forward_pre_hooks, inner._forward_hooks)]
+        self._sized: list[Sized] = [*inside, *tables, *hooks]
+        self._hooks = [each for each in hooks if each]
         self._weights = list(module.parameters())
-        self.now = self._look()
+        self._values, self._now = list(self._plain_values()), self._look()
 
     @property
     def modules(self) -> list[Module]:
@@ -76,22 +80,37 @@ class _Attributes:
         assert root is not None
         return [root, *self._inside]
 
+    def _plain_values(self) -> Iterable[Any]:
+        own, holders, names = self._plain
+        return chain(map(vars(self._root()).get, own), map(dict.get, holders, names))
+
     def _look(self) -> tuple[list[Any], ...]:
-        root = self._root()
-        dicts = [vars(root), *self._dicts]
+        root = vars(self._root())
+        own, holders, names = self._functions
+        others = chain(map(root.get, own), map(dict.get, holders, names), map(dict.get, *self._registered[1:]))
         return (
-            [dicts[k].get(name) for k, name in self._plain],
-            [id(dicts[k].get(name)) for k, name in self._functions],
-            [id(table.get(name)) for table, name in self._registered],
-            list(map(len, (*dicts, *self._tables))),
+            list(map(id, others)),
+            [len(root), *map(len, self._sized)],
             list(map(tuple, self._hooks)),
-            [weight.requires_grad for weight in self._weights],
+            list(map(_needs_gradient, self._weights)),
         )
 
     @property
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        return self._look() == self.now
+        same = all(map(is_, self._plain_values(), self._values)) or list(self._plain_values()) == self._values
+        return same and self._look() == self._now
+
+
+_needs_gradient = attrgetter("requires_grad")
+
+
+def _names(
+    own: dict[str, Any], dicts: Iterable[Any], chosen: Callable[[str, Any], bool]
+) -> tuple[list[str], list[Any], list[str]]:
+    """Return the chosen names of one dictionary, and for those of others the dictionary and the name of each."""
+    pairs = [(each, name) for each in dicts for name in each if chosen(name, each[name])]
+    return [name for name in own if chosen(name, own[name])], [each for each, _ in pairs], [name for _, name in pairs]
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -149,6 +168,7 @@ class Replays:
         self._alone: dict[int, bool] = {}
         self._refused: dict[int, str] = {}
         self._passes = 0
+        self._timed: Counter[Hashable] = Counter()  # by what a program does: groups in which it was timed in this pass
         self._numbers = [followed.group for followed in modules if followed.group >= 0]
         self.alarm = Alarm(backend)
         self.proven_bytes = 0  # that were compared in all bits
@@ -162,13 +182,14 @@ class Replays:
             If values of an earlier backward were not the same when they were made again.
         """
         self._passes += 1
+        self._timed.clear()
         self.alarm.look()
 
     def begin(
         self,
         followed: FollowedModule,
         settings: PassSettings,
-        pack: Callable[[torch.Tensor], Any],
+        packer: Packer,
         args: Any,
         kwargs: Any,
         *,
@@ -216,7 +237,7 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
-        timed = None if settings.take_times is None or capturing else self._backend
+        timed = None if settings.take_times is None or capturing else self._measure
         if program is None and _in_functional_call():  # [guard: functional call]
             self._refused[group] = FUNCTIONAL
             return None
@@ -227,7 +248,7 @@ class Replays:
             found,
             attributes.modules,
             tensors,
-            pack,
+            packer,
             self.alarm,
             name,
             proves=proves,
@@ -238,6 +259,12 @@ class Replays:
         if isinstance(found, Tracer):
             found.begin()
         return Begun(call, kind, policy, program is None)
+
+    def _measure(self, program: Program, source: Callable[[int], torch.Tensor]) -> Times:
+        """Time the operators of a program, unless those of enough groups that do the same were timed."""
+        key = _work_of(program)
+        self._timed[key] += 1
+        return measure(program, source, self._backend) if self._timed[key] <= TIMED else {}
 
     def finish(self, begun: Begun, output: Any, group: int, take_times: Callable[..., None] | None) -> None:
         """End a call of a group that has returned."""
@@ -344,6 +371,12 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def _work_of(program: Program) -> Hashable:
+    """Return what a program does: its operators, and the bytes of what they make."""
+    values = program.trace.values
+    return tuple((step.node.name, *(values[value].nbytes for _, value in step.made)) for step in program.steps.values())
+
+
 class OperatorTimes:
     """The operators of groups, as they were timed when their programs were proven."""
 
@@ -363,24 +396,23 @@ class OperatorTimes:
     def costs(self) -> dict[int, list[OperatorCost]]:
         """Return the operators of each group in the order in which they run.
 
-        Groups with the same operators and sizes take the same time: the median.
+        Groups with the same operators and sizes take the same time: the median of those that were timed.
         """
         elapsed = self._backend.elapsed
         found: dict[int, list[OperatorCost]] = {}
         alike: dict[Hashable, list[int]] = {}
-        for group, (program, times) in self._known.items():
-            values = program.trace.values
-            key = tuple(
-                (step.node.name, *(values[value].nbytes for _, value in step.made)) for step in program.steps.values()
-            )
-            alike.setdefault((key, *times), []).append(group)
+        for group, (program, _) in self._known.items():
+            alike.setdefault(_work_of(program), []).append(group)
         for groups in alike.values():
             program, _ = self._known[groups[0]]
             place = {number: k for k, number in enumerate(program.steps)}
             saved = {entry.value for entry in program.trace.entries}
+            timed = [times for group in groups if (times := self._known[group][1])]
             costs = []
-            for number, step in program.steps.items():
-                seconds = median(elapsed(*self._known[group][1][number]) for group in groups)
+            if not timed:
+                continue
+            for k, step in enumerate(program.steps.values()):
+                seconds = median(elapsed(*[*times.values()][k]) for times in timed)
                 sizes = tuple(
                     program.trace.values[value].nbytes
                     for _, value in step.made

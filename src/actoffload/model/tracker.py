@@ -138,7 +138,7 @@ class Tracker:
         assert thread.current is not None
         packer = Packer()
         packer.take_for(thread.current, layer)
-        begun = self.replays.begin(call.followed, thread.settings, packer.pack, args, kwargs, compiled=compiled)
+        begun = self.replays.begin(call.followed, thread.settings, packer, args, kwargs, compiled=compiled)
         if begun is None:
             return None
         layer.recomputed = thread.settings.recompute[call.followed.group]

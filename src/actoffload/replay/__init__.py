@@ -3,7 +3,7 @@
 from .call import Call
 from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
-from .proof import Alarm
+from .proof import Alarm, Times, measure
 from .trace import FunctionCall, Trace, Weight
 from .tracer import Tracer, remove_tracers
 
@@ -14,10 +14,12 @@ __all__ = [
     "Given",
     "Policy",
     "Program",
+    "Times",
     "Trace",
     "Tracer",
     "Weight",
     "everything",
+    "measure",
     "names_of",
     "policy_for",
     "remove_tracers",

@@ -46,7 +46,6 @@ _HOST_READS = {_READ_SCALAR, _aten.equal.default}
 
 GENERATED = "GeneratedBackwardFor_"
 """Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
-STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, Parameter))
 _STANDING_IN = tuple(
     kind
@@ -109,13 +108,12 @@ class Tracer(_Base):  # type: ignore[misc]
         self.entries: list[Entry] = []
         self._handles: list[Any] = []
         for place, tensor in enumerate(inputs):
-            if type(tensor) in _PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
                 memory = tensor.untyped_storage()
                 if address(memory) not in self._ids:
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
         self._random = self._states_of_python()
-        self._host_reads = False
-        self.paused = False  # while the engine packs what is saved
+        self._host_reads = self.paused = False  # paused: while the engine packs what is saved
 
     # Begin and end
 
@@ -261,8 +259,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 return NotImplemented  # a subclass runs operators on its parts, which come here
         if self.paused:  # [guard: copies of the engine in a traced call]
             return operator(*args, **kwargs)
-        rules = rules_of(operator)
-        function = self._function
+        rules, function = rules_of(operator), self._function
         if function is not None:
             outputs = operator(*args, **kwargs)
             # functions that communicate
@@ -404,7 +401,7 @@ class Tracer(_Base):  # type: ignore[misc]
         """Return whether an argument of a function may be held, and means the same in later calls."""
         if isinstance(given, (list, tuple)):
             return all(map(self._lasts, given))
-        if isinstance(given, Tensor) or type(given) in _CONSTANTS:
+        if type(given) in _CONSTANTS or isinstance(given, Tensor):
             return True
         if type(given) is FunctionType:
             return given.__closure__ is None
@@ -471,7 +468,7 @@ def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_memory(tensor: Any) -> bool:
-    return tensor.layout is STRIDED and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def _cast_weight(tensor: Tensor) -> Tensor | None:
