@@ -3,8 +3,9 @@
 `[Note: the first passes]`  Nothing is known before the first pass, and it must fit where any plan does.  So it is the
 leanest there is: every group is replayed in backward, and what it needs for that is offloaded.  It traces and proves
 the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
-bytes, times, and the rates of copies.  From both follows what each group costs in every other way.  If all of it fits
-without, one more pass keeps everything, to know its peak; then nothing is installed.
+bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
+kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
+way.  If all of it fits without, one more pass keeps everything, to know its peak; then nothing is installed.
 
 Otherwise the planner chooses the fastest plan that fits.  Its first pass takes host memory, and its second is timed.
 If one takes more than the limit, all plans are expected to take as much more, and another is chosen.  Last comes a pass
