@@ -306,6 +306,7 @@ class Alarm:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._lock = threading.Lock()
         self._flags: Tensor | None = None
         self._rows: Sequence[Tensor] = ()  # of the flags
         self._made_by: list[tuple[str, Node] | None] = [None] * ROWS
@@ -316,16 +317,17 @@ class Alarm:
 
     def compare(self, sample: Sample, tensor: Tensor, name: str, node: Node) -> None:
         """Compare a value that an operator of the module with a name has made again with its sample."""
-        self.samples += 1
         if backward_id() not in (NO_BACKWARD, self._backward):
             self._backward = backward_id()
             after_backward(self._read)
-        if self._flags is None or self._flags.device != tensor.device:
-            self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
-            self._rows = self._flags.unbind()
-        row, self._next = self._next, (self._next + 1) % ROWS
-        self._since = min(self._since + 1, ROWS)
-        self._made_by[row] = name, node
+        with self._lock:  # backwards of several threads
+            self.samples += 1
+            if self._flags is None or self._flags.device != tensor.device:
+                self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
+                self._rows = self._flags.unbind()
+            row, self._next = self._next, (self._next + 1) % ROWS
+            self._since = min(self._since + 1, ROWS)
+            self._made_by[row] = name, node
         found = _sampled(tensor, sample.where, whole=sample.whole)
         count = found.numel()
         torch.ne(found, sample.bits, out=self._rows[row] if count == ELEMENTS else self._rows[row][:count])
