@@ -112,6 +112,20 @@ def deterministic() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Make every operation for which the host waits for an accelerator raise an error."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def alive(*types: type) -> int:
     """Return how many objects of some types the collector knows, reachable or not."""
     return sum(type(thing) in types for thing in gc.get_objects())
