@@ -222,3 +222,51 @@ class UNet3D(nn.Module):
         for decoder, skip in zip(self.decoders, skips[1:], strict=True):
             x = decoder(x, skip)
         return self.final_conv(x)
+
+
+class Vgg(nn.Module):
+    def __init__(self, plan: tuple[int, ...] = (8, 0, 16, 0, 32, 32, 0)) -> None:
+        super().__init__()
+        layers, before = [], 3
+        for width in plan:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(True)] if width else [nn.MaxPool2d(2)]
+            before = width or before
+        self.features, self.avgpool = nn.Sequential(*layers), nn.AdaptiveAvgPool2d(2)
+        self.classifier = nn.Sequential(nn.Linear(4 * before, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, before: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(before), nn.Conv2d(before, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, features):
+        x = self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
+        return self.conv2(F.relu(self.norm2(x)))
+
+
+class DenseBlock(nn.ModuleDict):
+    def __init__(self, before: int, growth: int, depth: int) -> None:
+        super().__init__({f"denselayer{k}": DenseLayer(before + k * growth, growth) for k in range(depth)})
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+def densenet(growth: int = 8, depths: tuple[int, ...] = (3, 6)) -> nn.Module:
+    parts, width = [nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)], 16
+    for depth in depths:
+        parts.append(DenseBlock(width, growth, depth))
+        width += depth * growth
+        parts.append(
+            nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(True), nn.Conv2d(width, width // 2, 1), nn.AvgPool2d(2))
+        )
+        width //= 2
+    return nn.Sequential(nn.Sequential(*parts), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
