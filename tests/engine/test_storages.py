@@ -191,29 +191,6 @@ def test_empty_and_scalar_tensors_stay():
     assert context.statistics().tensors_kept[Reason.SMALL] == 4
 
 
-def test_a_storage_saved_by_two_offloaded_layers_moves_once():
-    shared = BASE.clone()
-    got, context, statistics = through(lambda: [shared], lambda: [shared.t()], num=2, of=4)
-    assert statistics.tensors_saved == statistics.tensors_offloaded == 1
-    assert statistics.bytes_offloaded == 16384
-    assert statistics.resident_bytes == 0
-    assert got[0][1] == got[1][1]  # reloaded once too
-    assert context.statistics().bytes_reloaded == 16384
-    assert same_layout(got[0][0], shared.t())
-    assert same_layout(got[1][0], shared)
-
-
-def test_a_storage_shared_with_a_resident_layer_stays_and_is_counted():
-    shared = BASE.clone()
-    got, context, _ = through(lambda: [shared], lambda: [shared], num=1, of=2 + 1)
-    kept = context.statistics().tensors_kept
-    assert kept == {Reason.SHARED: 1}
-    assert context.statistics().bytes_reloaded == 0
-    assert all(same_bits(t, shared) for t, _ in got)
-    del got
-    nothing_held(context)
-
-
 def test_a_storage_saved_again_once_it_has_left():
     """Layer 0 is gone when the resident layer 2 saves the same storage again."""
     shared = BASE.clone()
