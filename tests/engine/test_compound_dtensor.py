@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import forward, make, no_gc, nothing_held, plain, same_bits
+from helpers import Saves, forward, make, no_gc, nothing_held, plain, same_bits
 from torch import Tensor, nn
-from wrappers import Saves, one_layer
+from wrappers import one_layer
 
 import actoffload
 from actoffload.report import Reason
@@ -90,7 +90,7 @@ def test_what_is_unpacked_has_placements_and_both_shapes(mesh):
     tensor = distribute_tensor(whole, mesh, [Shard(1)]).t()
     expected = tensor.to_local().clone()  # before torch 2.13 an imagined scatter leaves whatever was in the memory
     seen: list[Any] = []
-    _, statistics = one_layer(lambda x: Saves.apply(x, tensor, seen))
+    _, statistics = one_layer(lambda x: Saves.apply(x, seen, tensor))
     assert statistics.bytes_offloaded == 16 * 16 * 4
     (back,) = seen
     assert back._spec == tensor._spec
@@ -133,7 +133,7 @@ def test_sharded_parameters_stay_under_any_name(mesh, form, frozen):
             self.weight = nn.Parameter(weight, requires_grad=not frozen)
 
         def forward(self, x: Tensor) -> Tensor:
-            return Saves.apply(x, FORMS[form](self.weight), [])
+            return Saves.apply(x, [], FORMS[form](self.weight))
 
     _, statistics = one_layer(Layer())
     assert statistics.bytes_offloaded == 0
@@ -151,7 +151,7 @@ def test_a_collective_is_waited_for_before_its_result_is_copied(mesh, monkeypatc
         actoffload.device.ReferenceDevice, "to_host", lambda *args: [waited.append(tensor.completed), copy(*args)]
     )
     seen: list[Any] = []
-    one_layer(lambda x: Saves.apply(x, tensor, seen))
+    one_layer(lambda x: Saves.apply(x, seen, tensor))
     assert waited == [True]
     assert type(seen[0]) is type(tensor)
     assert same_bits(seen[0] + 1, tensor + 1)
