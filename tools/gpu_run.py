@@ -70,6 +70,7 @@ def steps(out: Path, *, select: str) -> dict[str, Step]:
         "tests/gpu",
         "tests/integration",
         "tests/moe/test_multihot.py",
+        "tests/engine/test_compound_dtensor.py",
         "tests/engine/test_threads.py",
         "tests/model/test_offload_exceptions.py",
         "-q",
