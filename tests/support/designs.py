@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -181,47 +179,6 @@ class UNet(nn.Module):
         for block in self.up_blocks:
             x, _ = block(x, time, skips)
         return self.conv_out(F.silu(self.conv_norm_out(x)))
-
-
-class DoubleConv(nn.Sequential):
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        for k, (width, out) in enumerate([(before, after // 2), (after // 2, after)]):
-            self.add_module(
-                f"conv{k}", nn.Sequential(nn.Conv3d(width, out, 3, padding=1), nn.BatchNorm3d(out), nn.ReLU())
-            )
-
-
-class Coder(nn.Module):
-    def __init__(self, before: int, after: int, down: bool) -> None:
-        super().__init__()
-        self.pooling = nn.MaxPool3d(2) if down else None
-        self.basic_module = DoubleConv(before, after)
-
-    def forward(self, x, skip=None):
-        if skip is not None:
-            x = torch.cat([skip, F.interpolate(x, skip.shape[2:])], 1)
-        return self.basic_module(x if self.pooling is None else self.pooling(x))
-
-
-class UNet3D(nn.Module):
-    """As in segmentation of volumes: encoders and decoders that all differ, the first ones by far the largest."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        sizes = [1, width, 2 * width, 4 * width]
-        self.encoders = nn.ModuleList(Coder(a, b, k > 0) for k, (a, b) in enumerate(pairwise(sizes)))
-        self.decoders = nn.ModuleList(Coder(a + b, b, False) for a, b in [(sizes[3], sizes[2]), (sizes[2], sizes[1])])
-        self.final_conv = nn.Conv3d(width, 2, 1)
-
-    def forward(self, x):
-        skips = []
-        for encoder in self.encoders:
-            x = encoder(x)
-            skips.insert(0, x)
-        for decoder, skip in zip(self.decoders, skips[1:], strict=True):
-            x = decoder(x, skip)
-        return self.final_conv(x)
 
 
 class Vgg(nn.Module):
