@@ -11,15 +11,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "moe")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import experts  # noqa: E402 - lies in benchmarks, as the next ones
 import link_rates  # noqa: E402
-from expert_ranks import forked  # noqa: E402 - lies in tests/moe
 from harness import run_arms  # noqa: E402
 from jobs import JOBS  # noqa: E402
+from processes import run_ranks  # noqa: E402 - lies in tests/support
 
-ARMS = "waiting", "none", "qkv", "offload"
+ARMS = "none", "qkv", "offload"
 
 
 def measured(_: torch.device, folder: str) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def measured(_: torch.device, folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 def test_peaks_of_ranks_drop_by_what_is_expected(tmp_path: Path) -> None:
-    first, *others = forked(tmp_path, 4, measured, str(tmp_path))
+    first, *others = run_ranks(measured, str(tmp_path), world=4, device="cpu", limit=200)
     found = {sample["arm"]: sample for sample in first}
     assert [sample["status"] for sample in first] == ["ok"] * len(ARMS), first
     assert all(each["ranks"] == sample["ranks"] for of in others for each, sample in zip(of, first, strict=True))

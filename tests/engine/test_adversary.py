@@ -26,19 +26,19 @@ from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 ORDERS = 2
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
-SEEDS = 6
+SEEDS = 4
 
 # Sorts of programs: number of examples, and how they are drawn.
 SORTS: dict[str, tuple[int, SearchStrategy[Program]]] = {
-    "default schedule": (40, programs()),
-    "manual calls": (40, programs(manual=True)),
-    "side streams and two devices": (25, programs(streams=True)),
-    "manual calls and side streams": (25, programs(streams=True, manual=True)),
-    "plans with incremental release": (40, programs(planned=True)),
-    "incremental release and side streams": (25, programs(planned=True, streams=True)),
-    "incremental release and host limit": (20, programs(planned=True, limited=True)),
-    "host limit": (20, programs(limited=True)),
-    "manual calls and host limit": (20, programs(limited=True, manual=True)),
+    "default schedule": (24, programs()),
+    "manual calls": (30, programs(manual=True)),
+    "side streams and two devices": (18, programs(streams=True)),
+    "manual calls and side streams": (18, programs(streams=True, manual=True)),
+    "plans with incremental release": (24, programs(planned=True)),
+    "incremental release and side streams": (18, programs(planned=True, streams=True)),
+    "incremental release and host limit": (16, programs(planned=True, limited=True)),
+    "host limit": (16, programs(limited=True)),
+    "manual calls and host limit": (16, programs(limited=True, manual=True)),
 }
 
 

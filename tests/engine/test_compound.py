@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forward, make, no_gc, nothing_held, plain, same_bits
+from helpers import Saves, forward, make, no_gc, nothing_held, plain, same_bits
 from torch import Tensor, nn
 from wrappers import (
     ONE,
     Join,
     N,
     QuantizedTensor,
-    Saves,
     Scaled,
     Split,
     Two,
@@ -288,7 +287,7 @@ def test_a_jagged_tensor_that_is_unpacked_is_ragged_in_the_same_way():
     offsets = torch.arange(0, 201, 2)
     tensor, other = (torch.nested.nested_tensor_from_jagged(torch.randn(200, 4), offsets) for _ in range(2))
     seen: list[Any] = []
-    _, statistics = one_layer(lambda x: Saves.apply(x, tensor.transpose(1, 2), seen))
+    _, statistics = one_layer(lambda x: Saves.apply(x, seen, tensor.transpose(1, 2)))
     (back,) = seen
     assert statistics.bytes_offloaded == 200 * 4 * 4
     assert statistics.tensors_kept == {Reason.MARKED: 1}

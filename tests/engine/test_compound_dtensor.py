@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import forward, make, no_gc, nothing_held, plain, same_bits
+from helpers import Saves, forward, make, no_gc, nothing_held, plain, same_bits
 from torch import Tensor, nn
-from wrappers import Saves, one_layer
+from wrappers import one_layer
 
 import actoffload
+from actoffload.device import backend
 from actoffload.report import Reason
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
+@contextmanager
+def imagined(kind: str) -> Iterator[Any]:
     """A mesh of two ranks of which this process is the first; the other one is imagined, and has the same data."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield init_device_mesh("cpu", (2,))
+        yield init_device_mesh(kind, (2,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    with imagined("cpu") as found:
+        yield found
+
+
+@pytest.fixture
+def mesh_there(place: torch.device) -> Iterator[Any]:
+    with imagined(place.type) as found:
+        yield found
 
 
 def parts_equal(a: Any, b: Any) -> None:
@@ -51,22 +65,25 @@ class Parallel(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(32)
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.to(mesh.device_type)
         parallelize_module(self, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def test_a_tensor_parallel_model(mesh):
+def test_a_tensor_parallel_model(mesh_there, place):
     """All on the way between the two linears is DTensor."""
     from torch.distributed.tensor import DTensor
 
-    layers = [Parallel(mesh) for _ in range(4)]
+    layers = [Parallel(mesh_there) for _ in range(4)]
     assert isinstance(layers[0].up.weight, DTensor)
     parameters = [p for layer in layers for p in layer.parameters()]
-    x = torch.randn(16, 32, requires_grad=True)
+    for weight in parameters:  # an imagined scatter leaves whatever was in the memory
+        nn.init.normal_((weight.to_local() if isinstance(weight, DTensor) else weight).detach(), std=0.1)
+    x = torch.randn(16, 32, device=place, requires_grad=True)
     wanted = torch.autograd.grad(plain(layers, x * 1.0).square().mean(), [x, *parameters])
-    context, sync = make(2, 4)
+    context, sync = make(2, 4, device=backend() if place.type == "cuda" else None)
     with no_gc():
         for _ in range(2):
             y = forward(layers, x * 1.0, context, sync)
@@ -90,7 +107,7 @@ def test_what_is_unpacked_has_placements_and_both_shapes(mesh):
     tensor = distribute_tensor(whole, mesh, [Shard(1)]).t()
     expected = tensor.to_local().clone()  # before torch 2.13 an imagined scatter leaves whatever was in the memory
     seen: list[Any] = []
-    _, statistics = one_layer(lambda x: Saves.apply(x, tensor, seen))
+    _, statistics = one_layer(lambda x: Saves.apply(x, seen, tensor))
     assert statistics.bytes_offloaded == 16 * 16 * 4
     (back,) = seen
     assert back._spec == tensor._spec
@@ -133,7 +150,7 @@ def test_sharded_parameters_stay_under_any_name(mesh, form, frozen):
             self.weight = nn.Parameter(weight, requires_grad=not frozen)
 
         def forward(self, x: Tensor) -> Tensor:
-            return Saves.apply(x, FORMS[form](self.weight), [])
+            return Saves.apply(x, [], FORMS[form](self.weight))
 
     _, statistics = one_layer(Layer())
     assert statistics.bytes_offloaded == 0
@@ -151,7 +168,7 @@ def test_a_collective_is_waited_for_before_its_result_is_copied(mesh, monkeypatc
         actoffload.device.ReferenceDevice, "to_host", lambda *args: [waited.append(tensor.completed), copy(*args)]
     )
     seen: list[Any] = []
-    one_layer(lambda x: Saves.apply(x, tensor, seen))
+    one_layer(lambda x: Saves.apply(x, seen, tensor))
     assert waited == [True]
     assert type(seen[0]) is type(tensor)
     assert same_bits(seen[0] + 1, tensor + 1)

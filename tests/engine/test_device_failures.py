@@ -1,4 +1,4 @@
-"""Invariant 7 on the side of the device: no memory on the host or on the device, and copies that fail."""
+"""Invariant 7: the next step works after an exception; no memory on the host or device, and copies that fail."""
 
 from __future__ import annotations
 
@@ -109,3 +109,25 @@ def test_a_backward_without_memory_is_tried_again(layers, call, after):
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
     del y
     nothing_held(context)
+
+
+def test_an_exception_in_forward_while_the_graph_is_held(layers):
+    """The traceback, or the program, keeps the tensors: the layer that failed says that the pass is over."""
+    context, sync = make(2, 4)
+    held = []
+    try:
+        x = start()
+        for k, layer in enumerate(layers):
+            with context:
+                x = layer(x)
+                held.append(x)
+                if k == 1:
+                    raise KeyError("boom")
+            x = sync(x)
+    except KeyError as error:
+        kept = error
+    y = forward(list(layers), start(), context, sync)
+    assert context.statistics().passes == 2
+    y.sum().backward()
+    del kept, held, x, y
+    right(layers, context, sync)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import weakref
 
 import pytest
 import torch
-from helpers import alive, forward, make, make_manual, no_gc, nothing_held
+from helpers import forward, make, make_manual, no_gc, nothing_held
 from torch import nn
-
-from actoffload.engine.layer import Layer
-from actoffload.engine.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
@@ -37,46 +33,6 @@ def untouched(context) -> None:
 
 def count(things: list[weakref.ref]) -> int:
     return sum(ref() is not None for ref in things)
-
-
-@pytest.mark.parametrize("layers_run", [1, 2, 3, 4])
-def test_a_graph_thrown_away_gives_everything_back_at_once(layers_run):
-    context, sync = make(2, 4)
-    layers = model()
-    with no_gc():
-        passes, before = alive(Pass), alive(Layer)  # of others: pages of the documentation keep theirs
-        for k in range(3):
-            y = forward(layers[:layers_run], start(), context, sync)
-            assert context.statistics().resident_bytes > 0
-            del y
-            nothing_held(context)
-            if k == 0:
-                gc.collect()  # what a process does once, on the way of its first forward, is not ours
-        assert alive(Pass) == passes + 1  # the context's current one
-        assert alive(Layer) == before + layers_run
-        assert gc.collect() == 0
-
-
-def test_a_step_leaves_no_cycle():
-    context, sync = make(2, 4)
-    layers = model()
-    with no_gc():
-        for _ in range(3):
-            y = forward(layers, start(), context, sync)
-            storages = [ref for layer in context.current_pass.layers for ref in layer.storages]
-            assert count(storages) > 4
-            y.sum().backward()
-            del y
-            assert count(storages) == 0
-            nothing_held(context)
-            assert gc.collect() == 0
-        old = weakref.ref(context.current_pass)
-        context.new_pass()
-        assert old() is None
-        gone = weakref.ref(context)
-        del context, sync
-        assert gone() is None
-        assert gc.collect() == 0
 
 
 def test_memory_is_freed_node_by_node():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import forward, make, nothing_held
+from helpers import Saves, forward, make, nothing_held
 from torch import Tensor
 
 from actoffload import mark_not_offload
@@ -35,21 +35,6 @@ class Noting(ReferenceDevice):
         super().to_device(pairs, stream)
 
 
-class Save(torch.autograd.Function):
-    """Saves tensors; backward appends what was unpacked to a list."""
-
-    @staticmethod
-    def forward(ctx, x, seen, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.seen = seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.seen += ctx.saved_tensors
-        return (grad, None, *[None] * len(ctx.saved_tensors))
-
-
 def start() -> Tensor:
     return torch.randn(SHAPE, requires_grad=True) * 1.0
 
@@ -58,7 +43,7 @@ def saving(*tensors: Tensor, device: ReferenceDevice | None = None):
     """Save tensors in the first of three layers, an offloaded one; return output, unpacked tensors and context."""
     seen: list[Tensor] = []
     context, sync = make(1, 3, device=device or ReferenceDevice())
-    layers = [lambda x: Save.apply(x, seen, *tensors), *[torch.relu] * 2]
+    layers = [lambda x: Saves.apply(x, seen, *tensors), *[torch.relu] * 2]
     return forward(layers, start(), context, sync), seen, context
 
 
@@ -118,7 +103,7 @@ def test_parts_with_version_counters_of_their_own_are_edited_one_after_the_other
     def edits(x: Tensor, part: Tensor) -> Tensor:
         with torch.no_grad():
             part.mul_(2.0)
-        return Save.apply(x, seen, part)
+        return Saves.apply(x, seen, part)
 
     context, sync = make(2, 4)
     layers = [lambda x: edits(x, one), lambda x: edits(x, other)]
@@ -144,9 +129,9 @@ def test_a_mark_counts_though_the_tensor_was_saved_before():
     seen: list[Tensor] = []
 
     def layer(x):
-        x = Save.apply(x, seen, held)
+        x = Saves.apply(x, seen, held)
         mark_not_offload(held)
-        return Save.apply(x, seen, held)
+        return Saves.apply(x, seen, held)
 
     context, sync = make(1, 3)
     y = forward([layer, *[torch.relu] * 2], start(), context, sync)
@@ -242,13 +227,13 @@ def test_another_tensor_at_the_place_of_an_earlier_pass(place):
     for tensor in tensors:
         seen: list[Tensor] = []
         context.reset_statistics()
-        layer = lambda x, seen=seen, tensor=tensor: Save.apply(x, seen, torch.randn(7, 11), tensor)  # noqa: E731
+        layer = lambda x, seen=seen, tensor=tensor: Saves.apply(x, seen, torch.randn(7, 11), tensor)  # noqa: E731
         y = forward([layer, *[torch.relu] * 2], start(), context, sync)
         found.append(context.statistics())
         y.sum().backward()
         assert same(seen[1], tensor)
     fresh, sync = make(1, 3)
-    y = forward([lambda x: Save.apply(x, [], torch.randn(7, 11), after()), *[torch.relu] * 2], start(), fresh, sync)
+    y = forward([lambda x: Saves.apply(x, [], torch.randn(7, 11), after()), *[torch.relu] * 2], start(), fresh, sync)
     alone = fresh.statistics()
     assert (found[2].bytes_saved, found[2].bytes_offloaded) == (alone.bytes_saved, alone.bytes_offloaded)
     assert found[2].tensors_kept == alone.tensors_kept
@@ -261,7 +246,7 @@ def test_a_negated_view_at_the_place_of_an_earlier_pass():
     for of in (lambda t: t, torch._neg_view):
         seen: list[Tensor] = []
         tensor = BEFORE()
-        layer = lambda x, seen=seen, t=tensor, of=of: Save.apply(x, seen, torch.randn(7, 11), of(t), t)  # noqa: E731
+        layer = lambda x, seen=seen, t=tensor, of=of: Saves.apply(x, seen, torch.randn(7, 11), of(t), t)  # noqa: E731
         y = forward([layer, *[torch.relu] * 2], start(), context, sync)
         y.sum().backward()
         assert torch.equal(seen[1], of(tensor))

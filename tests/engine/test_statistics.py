@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from helpers import forward, make, make_manual, nothing_held
 from torch import nn
@@ -62,16 +61,6 @@ def test_a_forward_and_its_backward_by_hand():
     )
     del y
     assert context.statistics().host_bytes == 10 * ONE  # kept for the next step
-
-
-@pytest.mark.parametrize(("num", "of"), [(0, 4), (1, 4), (2, 4), (2, 6), (4, 6), (5, 7)])
-def test_the_peak_is_the_window(num, of):
-    context, _, y = run([Two() for _ in range(of)], num)
-    y.sum().backward()
-    statistics = context.statistics()
-    assert statistics.peak_resident_bytes == (of - num) * 3 * ONE
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == num * 3 * ONE
-    assert statistics.reloaded_on_demand == 0
 
 
 def test_on_demand():

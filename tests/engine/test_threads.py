@@ -9,6 +9,8 @@ import torch
 from helpers import forward, make, nothing_held, plain, same_bits
 from torch import nn
 
+from actoffload.device import backend
+
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
@@ -39,11 +41,15 @@ def together(*work) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_threads_train_side_by_side(shared):
-    contexts = [make(3, 5)] * 3 if shared else [make(3, 5) for _ in range(3)]
-    models = [model(k) for k in range(3)]
-    x = torch.randn(64, 64)
+def test_threads_train_side_by_side(shared, place):
+    """On an accelerator each thread has a stream of its own."""
+    device = backend() if place.type == "cuda" else None
+    contexts = [make(3, 5, device=device)] * 3 if shared else [make(3, 5, device=device) for _ in range(3)]
+    models = [model(k).to(place) for k in range(3)]
+    x = torch.randn(64, 64, device=place)
     steps = 15
+    if place.type == "cuda":
+        torch.cuda.synchronize()
 
     def job(k):
         def train():
@@ -51,11 +57,16 @@ def test_threads_train_side_by_side(shared):
             for _ in range(steps):
                 forward(list(models[k]), x, context, sync).square().sum().backward()
 
-        return train
+        def on_a_stream():
+            with torch.cuda.stream(torch.cuda.Stream()):
+                train()
+                torch.cuda.current_stream().synchronize()
+
+        return on_a_stream if place.type == "cuda" else train
 
     together(*(job(k) for k in range(3)))
     for k in range(3):
-        twin = model(k)
+        twin = model(k).to(place)
         for _ in range(steps):
             plain(list(twin), x).square().sum().backward()
         for a, b in zip(models[k].parameters(), twin.parameters(), strict=True):

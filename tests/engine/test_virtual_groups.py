@@ -18,18 +18,6 @@ def _offload_every_tensor():
         yield
 
 
-@pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 7) for n in range(m)])
-@pytest.mark.parametrize("inflight", [None, 1, 2])
-@pytest.mark.parametrize("speed", [512.0, 2048.0, 2.0**30])
-def test_even_groups_with_incremental_release(num, of, inflight, speed):
-    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * of
-    plan = GroupSchedule(num, max_inflight=inflight).plan(["layer"] * of)
-    want = simulate(plan, each, Link(speed, speed))
-    agree(execute(plan, each, Link(speed, speed)), want)
-    # As many groups as stay, and for a moment the tensor for which room is made.
-    assert want.peak_bytes <= (of - num) * 4096 + 1024 * (num > 0)
-
-
 @pytest.mark.parametrize("inflight", [1, 2, 3])
 def test_a_cap_alone_causes_no_stall(inflight):
     """A copy of a group takes 0.75 of the time of its compute, so that one on its way at a time is enough."""
@@ -41,7 +29,7 @@ def test_a_cap_alone_causes_no_stall(inflight):
     agree(execute(plan, each, link), want)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data(), links)
 def test_any_groups(data, link):
     each = data.draw(st.lists(costs(), min_size=1, max_size=7))
@@ -52,7 +40,7 @@ def test_any_groups(data, link):
     agree(execute(plan, each, link), simulate(plan, each, link))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data(), links)
 def test_any_plan(data, link):
     each = data.draw(st.lists(costs(), min_size=1, max_size=6))

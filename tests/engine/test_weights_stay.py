@@ -118,14 +118,6 @@ def test_a_mark_reaches_every_view_of_the_storage(which):
     y.sum().backward()
 
 
-def test_a_mark_ends_with_its_storage():
-    marked = torch.randn(N, N)
-    for _ in range(3):
-        actoffload.mark_not_offload(torch.randn(N, N))
-    statistics = kept(lambda x: x * marked * torch.randn(N, N), x=torch.randn(N, N, requires_grad=True))
-    assert Reason.MARKED not in statistics.tensors_kept
-
-
 def test_other_layouts_stay():
     sparse = torch.eye(N).to_sparse()
     with warnings.catch_warnings():

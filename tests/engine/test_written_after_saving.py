@@ -101,8 +101,6 @@ def train(model: nn.Module, call=None) -> list[Tensor]:
         {"num_layers": 2, "recompute": False},
         {"fraction": 1.0, "recompute": True},
         {"fraction": 0.0, "recompute": True},
-        {"fraction": 1.0, "recompute": "auto"},
-        {"memory_budget": "1 GiB", "recompute": False},
         {"memory_budget": "1 KiB"},
     ],
     ids=str,

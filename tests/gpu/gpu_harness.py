@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import no_synchronization
 from torch import nn
 
 import actoffload
@@ -194,6 +195,25 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Forbid to wait for the device, and require that no memory is taken from the driver."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a step synchronized")
+
+    torch.cuda.synchronize()
+    before = driver_calls()
+    with (
+        no_synchronization(),
+        patched(torch.cuda, "synchronize", forbidden),
+        patched(torch.accelerator, "synchronize", forbidden),
+    ):
+        yield
+    torch.cuda.synchronize()
+    assert driver_calls() == before
 
 
 def occupy(cycles: int) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compose_ranks import run_ranks
+from compose_ranks import compose
 from composing import OFFLOADED, Offload, both, gradients
 from gpu_harness import CUDA, DEVICE, KINDS, ROWS, WIDTH, Block, lenient, make_input, needs_cuda
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import actoffload
 from actoffload import device as devices
-from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
@@ -61,32 +58,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("half", [False, True])
-def test_fully_shard_on_one_device(half: bool, reshard: bool) -> None:
-    """All-gathers overlap the copies on streams of their own; unsharded weights are recognized and kept."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    options = {
-        "mesh": init_device_mesh(DEVICE.type, (1,)),
-        "reshard_after_forward": reshard,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None),
-    }
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Stack("mlp")
-        for block in model.blocks:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
-        offload(model)
-        return train(model)
-
-    weights = 4 * WIDTH * WIDTH * (2 if half else 4)
-    assert offloaded(program).bytes_kept[Reason.PARAMETER] >= STEPS * OFFLOADED * weights
-
-
 RANKS = [
     "ddp",
     "ddp, no_sync",
@@ -102,11 +73,9 @@ RANKS = [
 
 
 @pytest.mark.multi_gpu
-def test_two_devices(tmp_path: Path) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for name, ranks in run_ranks(tmp_path, RANKS, 2).items():
+def test_two_devices() -> None:
+    for ranks in compose(RANKS, 2, "cuda").values():
         for seen in ranks:
-            assert "error" not in seen, f"{name}: {seen.get('error')}"
             assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
             assert seen["kept"]["PARAMETER"] > 0
             assert len(seen["by_rank"]) == 2

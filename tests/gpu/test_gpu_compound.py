@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ import torch.distributed as dist
 from gpu_harness import (
     CUDA,
     DEVICE,
-    Result,
-    collect,
     forward,
     lenient,
-    loss,
     needs_cuda,
     no_offload,
     occupy,
@@ -75,62 +71,18 @@ def test_quantized_tensors_are_offloaded(kind: str) -> None:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process group of one rank with NCCL, or of two ranks with fake communication."""
-    if request.param == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    else:
-        if not CUDA or not dist.is_nccl_available():
-            pytest.skip("needs NCCL")
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def group() -> Iterator[None]:
+    """A process group of one rank with NCCL."""
+    if not CUDA or not dist.is_nccl_available():
+        pytest.skip("needs NCCL")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("group", ["fake", "nccl"], indirect=True)
-def test_a_tensor_parallel_model(group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    ways = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    torch.manual_seed(1)
-    layers = nn.ModuleList(
-        [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
-    ).to(DEVICE)
-    for layer in layers:
-        parallelize_module(layer, mesh, ways)
-    for weight in layers.parameters():  # a fake scatter leaves uninitialized memory, which may hold NaN
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        nn.init.normal_(local.detach(), std=0.02)
-    pair = offload(OFFLOADED, LAYERS)
-
-    def run(seed: int, pair: Any) -> Result:
-        output = forward(layers, some_input(seed), pair)
-        loss(output).backward()
-        result = collect(layers, output)
-        result.grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in result.grads]
-        return result
-
-    for seed in range(2):
-        expected = run(seed, no_offload())
-        assert run(seed, pair).differences(expected) == []
-    statistics = pair[0].statistics()
-    # Input of the first linear, and the parts of this rank of the input and output of GELU.
-    wide = 4 * WIDTH // dist.get_world_size()
-    assert statistics.bytes_offloaded == 2 * OFFLOADED * ROWS * (WIDTH + 2 * wide) * 4
-    assert statistics.tensors_kept[Reason.PARAMETER] >= 2 * (2 * LAYERS - 1)  # the first input needs no gradient
-    assert Reason.SUBCLASS not in statistics.tensors_kept
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
-
-
 @needs_cuda
-@pytest.mark.parametrize("group", ["nccl"], indirect=True)
 def test_a_copy_waits_for_the_collective_that_writes_it(group: None) -> None:
     """NCCL computes the sum on its own stream, after a slow kernel; no stream has waited for it before the copy."""
     import torch.distributed._functional_collectives as collectives

@@ -13,12 +13,8 @@ from gpu_harness import (
     make_input,
     make_layers,
     needs_cuda,
-    no_offload,
     offload,
-    step,
 )
-
-import actoffload
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
@@ -52,19 +48,3 @@ def test_closing_returns_host_memory_to_the_system() -> None:
     pair[0].close()
     assert held > 0
     assert before - torch.cuda.host_memory_stats()["allocated_bytes.current"] >= held
-
-
-@needs_cuda
-def test_pinned_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actoffload.device import Accelerator
-
-    def none_left(self: Accelerator, nbytes: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA error: out of memory")
-
-    layers = make_layers("linear", 6)
-    expected = step(layers, 0, no_offload())
-    monkeypatch.setattr(Accelerator, "empty_host", none_left)
-    pair = offload(3, 6)
-    with pytest.warns(actoffload.HostMemoryWarning, match="no more page-locked memory"):
-        assert step(layers, 0, pair).differences(expected) == []
-    assert pair[0].statistics().tensors_offloaded == 0

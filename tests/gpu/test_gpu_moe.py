@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_harness import CUDA, DEVICE, forward, lenient, needs_cuda, no_offload, offload
+from helpers import no_synchronization
 from torch import Tensor, nn
 
 import actoffload
@@ -230,20 +230,6 @@ def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
     assert torch.allclose(results[0].float(), dense, rtol=0, atol=0.02 * dense.abs().max().item())
 
 
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    """Make every operation that synchronizes raise an error."""
-    if not CUDA:
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
@@ -265,45 +251,3 @@ def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Any]:
     with torch.cuda.graph(graph):
         results = run()
     return results, graph
-
-
-TOKENS, TOPK, EXPERTS = 4096, 2, 8
-
-
-def masked(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Build the tables by indexing with a mask."""
-    here = indices != -1
-    rows = torch.arange(len(indices), device=indices.device).repeat_interleave(here.sum(dim=1))
-    routing_map = torch.zeros(len(indices), num_experts, dtype=torch.bool, device=indices.device)
-    probabilities = probs.new_zeros(len(indices), num_experts)
-    routing_map[rows, indices[here]] = True
-    probabilities[rows, indices[here]] = probs[here]
-    return routing_map, probabilities
-
-
-def routing(dtype: torch.dtype, seed: int = 0, keep: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices without duplicates in a row, probabilities, and a gradient of the table."""
-    scores = torch.rand(TOKENS, EXPERTS, generator=generator(seed), device=DEVICE)
-    probs, indices = scores.to(dtype).topk(TOPK)
-    away = torch.rand(indices.shape, generator=generator(seed + 1), device=DEVICE) > keep
-    grad = torch.randn(TOKENS, EXPERTS, generator=generator(seed + 2), device=DEVICE).to(dtype)
-    return indices.masked_fill(away, -1), probs, grad.masked_fill(grad.abs() < 0.1, -0.0)
-
-
-def tables(function: Callable[..., tuple[Tensor, Tensor]], drawn: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    indices, probs, grad = drawn
-    leaf = probs.clone().requires_grad_()
-    routing_map, probabilities = function(indices, leaf, EXPERTS)
-    return [routing_map, probabilities, *torch.autograd.grad(probabilities, leaf, grad)]
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("keep", [0.7, 1.0, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_tables_have_the_bits_of_indexing_with_a_mask(dtype: torch.dtype, keep: float, deterministic: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic)
-    drawn = routing(dtype, keep=keep)
-    want = tables(masked, drawn)
-    with no_synchronization():
-        got = tables(indices_to_multihot, drawn)
-    assert all(map(same_bits, want, got))

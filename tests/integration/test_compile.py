@@ -20,7 +20,7 @@ class Block(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-@pytest.mark.parametrize("what", ["the module", "in place, as one graph", "a function that calls it"])
+@pytest.mark.parametrize("what", ["in place, as one graph", "a function that calls it"])
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own, about global hooks and deprecated parts of torch
 def test_compiled_layers_offload_and_are_compiled_once(what):
     torch.manual_seed(0)
@@ -32,9 +32,7 @@ def test_compiled_layers_offload_and_are_compiled_once(what):
         return lookup_backend("aot_eager")(graph, inputs)
 
     modules = [Block() for _ in range(3)]
-    if what == "the module":
-        layers = [torch.compile(module, backend=backend) for module in modules]
-    elif what == "in place, as one graph":  # what Dynamo sees includes the hooks of the context
+    if what == "in place, as one graph":  # what Dynamo sees includes the hooks of the context
         layers = modules
         for module in modules:
             module.compile(backend=backend, fullgraph=True)

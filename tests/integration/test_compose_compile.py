@@ -83,8 +83,9 @@ def by_a_function(model: Net, backend: Any, **options: Any) -> Run:
 WAYS = [each, replaced, whole, whole_in_place, by_a_function]
 
 
-@pytest.mark.parametrize("first", ["compiled", "offloaded"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "first"), [(each, "offloaded"), *((way, ("compiled", "offloaded")[k % 2]) for k, way in enumerate(WAYS))]
+)
 def test_ways_to_compile(way, first):
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
@@ -150,9 +151,14 @@ def test_a_model_that_ran_compiled_before(way):
 
 
 @pytest.mark.filterwarnings("error:.*recompile_limit", "error:.*lru_cache", "error:.*Dynamo does not know")
-@pytest.mark.parametrize("policy", [True, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]])
-@pytest.mark.parametrize("first", ["compiled", "offloaded"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "first", "policy"),
+    [
+        *((way, "compiled", True) for way in (each, whole, by_a_function)),
+        *((way, "offloaded", True) for way in (replaced, whole_in_place)),
+        *((way, "offloaded", [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]) for way in (each, whole)),
+    ],
+)
 def test_compiled_groups_are_recomputed_as_they_were_compiled(way, first, policy):
     """As many graphs are compiled as with offloading alone: those of the groups, and none of what recomputes them."""
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from compose_ranks import CASES, Skipping, run_ranks
+from compose_ranks import CASES, Skipping, compose
 from composing import BLOCKS, OFFLOADED, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
 from forked import LIMIT
 from torch import Tensor, nn
@@ -22,9 +23,9 @@ WORLD = 2
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def ranks() -> dict[str, list[dict[str, Any]]]:
     """All cases, run once: starting processes takes longer than running them."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), list(CASES), WORLD)
+    return compose(list(CASES), WORLD)
 
 
 def offloaded(make: Any) -> int:
@@ -39,7 +40,6 @@ WEIGHTS = 8 * WIDTH * WIDTH * 4
 def test_two_ranks(ranks, name):
     """In each rank the bits are the same, no parameter was offloaded, whole or in parts, and nothing is held."""
     for seen in ranks[name]:
-        assert "error" not in seen, seen["error"]
         assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
         assert seen["on_demand"] == 0
         # Each rank knows the same of all, and of itself what it knew before: the latest pass of all that were run.
@@ -68,21 +68,21 @@ def test_two_ranks(ranks, name):
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def alone(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> Iterator[Any]:
     """A mesh of one process, this one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield init_device_mesh("cpu", (1,))
+        yield init_device_mesh(place.type, (1,))
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("first", ["sharded", "offloaded"])
-def test_fully_shard_in_one_process(alone, first, reshard):
+def test_fully_shard_in_one_process(alone, place, first, reshard):
     def program(offload: Offload) -> list[Tensor]:
-        net = Net(dropping)
+        net = Net(dropping).to(place)
         if first == "offloaded":
             handle = offload(net)
         for block in net.blocks:
@@ -104,9 +104,9 @@ def test_fully_shard_in_one_process(alone, first, reshard):
     assert not copied(handle) & {nbytes // parts for nbytes in weights for parts in (1, WORLD)}
 
 
-def test_fully_sharded_blocks_that_are_found_by_themselves(alone):
+def test_fully_sharded_blocks_that_are_found_by_themselves(alone, place):
     def program(offload: Offload) -> list[Tensor]:
-        net = Net()
+        net = Net().to(place)
         for block in net.blocks:
             fully_shard(block, mesh=alone)
         fully_shard(net, mesh=alone)

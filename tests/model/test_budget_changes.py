@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def make(budget: int, link: float = 1e6, **options):
     return device, model, offload(model, device, memory_budget=budget, **options)
 
 
-@pytest.mark.parametrize("number", range(1, 16))
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("budget", [60 * MIB, 30 * MIB])
 def test_a_pass_with_larger_inputs(budget, number):
     device, model, handle = make(budget)
@@ -41,12 +42,12 @@ def test_a_pass_with_larger_inputs(budget, number):
     handle.remove()
 
 
-@pytest.mark.parametrize("number", range(1, 10))
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("budget", [60 * MIB, 44 * MIB])
 def test_optimizer_states_that_arrive_while_passes_are_measured(budget, number):
     """As with gradient accumulation, after which the first step of the optimizer comes."""
     device, model, handle = make(budget)
-    for n in range(1, 40):
+    for n in range(1, 24):
         if n == number:
             states = device.count(torch.zeros(24 * MIB // 4))
         assert peak(model, device) <= budget
@@ -58,10 +59,10 @@ def test_optimizer_states_that_arrive_while_passes_are_measured(budget, number):
 
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("budget", [60 * MIB, 44 * MIB])
+@pytest.mark.parametrize("budget", [44 * MIB])
 def test_gradients_that_are_there_before_some_passes_only(budget, first, every):
     device, model, handle = make(budget)
-    for n in range(60):
+    for n in range(30):
         more = device.count(torch.zeros(16 * MIB // 4)) if n % every == first else None
         assert peak(model, device) <= budget
         del more
@@ -70,28 +71,35 @@ def test_gradients_that_are_there_before_some_passes_only(budget, first, every):
     handle.remove()
 
 
-@pytest.mark.parametrize("numbers", [{k} for k in range(3, 12)] + [{4, 6, 8}, {5, 6, 7, 8, 9}])
+@cache
+def seconds_of_plan(small: frozenset[int]) -> float:
+    """Return the seconds of a pass with the plan that is found where some passes have smaller inputs."""
+    device, model, handle = make(20 * MIB, 3e5)
+    for n in range(1, 16):
+        assert peak(model, device, 1 if n in small else 4) <= 20 * MIB
+    assert not handle.settling
+    assert handle.plan.recomputed
+    found = seconds(model, device)
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    list(map(frozenset, [{3}, {4}, {5}, {6}, {4, 6, 8}, {5, 6, 7, 8, 9}])),
+    ids=lambda numbers: str(sorted(numbers)),
+)
 def test_passes_with_smaller_inputs(numbers):
     """As the last batch of each epoch: what they take counts as if they had the inputs of the others."""
-    times = {}
-    for small in ({}, numbers):
-        device, model, handle = make(20 * MIB, 3e5)
-        for n in range(1, 24):
-            assert peak(model, device, 1 if n in small else 4) <= 20 * MIB
-        assert not handle.settling
-        assert handle.plan.recomputed
-        times[bool(small)] = seconds(model, device)
-        handle.remove()
-    assert times[True] == pytest.approx(times[False], rel=0.02)
+    assert seconds_of_plan(numbers) == pytest.approx(seconds_of_plan(frozenset()), rel=0.02)
 
 
-@pytest.mark.parametrize("short", range(5))
-@pytest.mark.parametrize("budget", [30, 60])
+@pytest.mark.parametrize(("budget", "short"), [(30, 0), (30, 2), (30, 3), (60, 1)])
 def test_batches_that_are_short_now_and_then(budget, short):
     """The plan is for the others, and measuring ends."""
     device, model, handle = make(budget * MIB)
     beside = device.count(torch.zeros(10 * MIB // 4))
-    for n in range(1, 41):
+    for n in range(1, 26):
         assert peak(model, device, 1 if n % 5 == short else 4) <= budget * MIB
     assert not handle.settling
     assert handle.plan.peak_bytes > budget * MIB // 2
@@ -183,15 +191,14 @@ class Operators(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("blocks", [3.5, 5.0])
+@pytest.mark.parametrize(("blocks", "rows"), [(3.5, 1), (3.5, 2), (5.0, 1)])
 def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
     width = 2**12
     size = 8 * 4 * 4 * width  # bytes that a block saves
     Operators.device = device = Timed(0.05 * size, 0.05 * size, memory=2**40)
     model = nn.Sequential(*[Operators() for _ in range(8)])
     handle = offload(model, device, layers="?", memory_budget=int(blocks * size))
-    for n in range(1, 32):
+    for n in range(1, 16):
         device.created.peak, device.highest = device.created.now, 0
         model(torch.zeros(rows if n == 4 else 4, width, requires_grad=True)).sum().backward()
         assert max(device.created.peak, device.highest) <= blocks * size
@@ -218,7 +225,7 @@ def test_nothing_is_copied(options):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         device, model, handle = make(24 * MIB, **options)
-        for _ in range(20):
+        for _ in range(10):
             step(model)
     found = [str(of.message) for of in found if of.category is UserWarning]
     assert not handle.settling
@@ -282,7 +289,7 @@ def test_optimizer_states_that_come_where_gradients_went():
 def test_a_backward_that_is_skipped_once(skipped, budget, expected):
     """As for a loss that is not finite; it lives until the next forward has ended."""
     device, model, handle = make(budget)
-    for n in range(1, 40):
+    for n in range(1, 16):
         loss = model(torch.zeros(4, requires_grad=True)).sum()
         if n != skipped:
             loss.backward()

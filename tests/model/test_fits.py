@@ -38,8 +38,7 @@ def test_the_prediction_for_the_measured_inputs_is_that_of_the_plan(options):
     handle.remove()
 
 
-@pytest.mark.parametrize("link", [3e5, 1e7])
-@pytest.mark.parametrize("limit", [12 * MIB, 30 * MIB])
+@pytest.mark.parametrize(("link", "limit"), [(3e5, 12 * MIB), (1e7, 30 * MIB)])
 def test_the_largest_inputs_train_within_the_limit_in_the_time_that_was_predicted(link, limit):
     _, _, handle, _ = trained(link=link, memory_budget=20 * MIB)
     fit, more = handle.fits(memory=limit), handle.fits(tokens=200, memory=limit)

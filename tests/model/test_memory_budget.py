@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 import actoffload
 from actoffload._arguments import budget_bytes
 from actoffload.model.tuning.metering import Stage
-from actoffload.model.tuning.tuner import Tuner
 
 KIB, MIB = 2**10, 2**20
 
@@ -45,7 +42,7 @@ def budgets(link: float) -> tuple[int, list[int]]:
     return without, [first + (without - first) * k // 9 for k in range(10)]
 
 
-@pytest.mark.parametrize("link", [3e5, 1e6, 1e7])
+@pytest.mark.parametrize("link", [3e5, 1e7])
 def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
     without, limits = budgets(link)
     times = []
@@ -66,14 +63,14 @@ def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
 def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_too():
     """A pass that is measured by group waits for copies; what else it does then takes time from compute later."""
     device = Timed(3e5, 3e5, memory=2**40)
-    model = TimedModel(device, 12)
-    handle = offload(model, device, memory_budget=20 * MIB)
+    model = TimedModel(device, 6)
+    handle = offload(model, device, memory_budget=10 * MIB)
     for n in range(8):
         device.slow = lambda n=n: 1.0 if n < 2 else 1.1
         step(model)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     for plan in handle.plan, handle.frontier().plans[-1]:
-        assert plan.baseline_seconds == pytest.approx(1.1 * 36, rel=0.03)
+        assert plan.baseline_seconds == pytest.approx(1.1 * 18, rel=0.03)
     handle.remove()
 
 
@@ -162,8 +159,7 @@ class TurnedModel(TimedModel):
         return x
 
 
-@pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.parametrize("link", [1e5, 1e6])
+@pytest.mark.parametrize(("link", "count"), [(1e5, 4), (1e6, 8)])
 def test_budgets_of_a_frontier_have_room_for_what_groups_share(link, count):
     """A plan that offloads few of the groups copies it with these, and the others keep it."""
 
@@ -210,25 +206,19 @@ def test_a_budget_that_no_plan_reaches(memory):
     want = "memory_budget is 1.0 MiB, but the smallest peak that a plan reaches is 4.0 MiB: that plan is used."
     assert str(warning.message) == want
     assert "smallest peak" in handle.plan.because
-    assert peaks(model, device, 2) == [4 * MIB] * 2
+    plan = handle.plan
+    assert peaks(model, device, 24) == [4 * MIB] * 24
+    assert handle.plan is plan, "it is not measured again and again"
 
 
 def test_a_fraction_of_the_device():
     device = Timed(1e6, 1e6, memory=64 * MIB)
     model = TimedModel(device)
+    device.memory_limit = lambda: 32 * MIB  # a fraction is not of what the process may use
     handle = offload(model, device, memory_budget=0.25)
-    for _ in range(13):
+    for _ in range(8):
         step(model)
     assert 8 * MIB < handle.plan.peak_bytes <= 16 * MIB
-
-
-def test_on_the_reference_device_the_plan_is_the_leanest():
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
-    handle = actoffload.offload(model, memory_budget="24GiB", min_bytes=0)
-    assert not isinstance(handle._tracker.steering, Tuner)
-    model(torch.ones(4, 8, requires_grad=True)).sum().backward()
-    assert handle.statistics().tensors_offloaded
-    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -278,38 +268,6 @@ def test_a_budget_and_a_choice_by_hand(by_hand):
 
 
 @pytest.mark.parametrize("recompute", [False, "auto"])
-def test_optimizer_states_that_come_later_count_too(recompute):
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 12)
-    handle = offload(model, device, memory_budget=24 * MIB, recompute=recompute)
-    for _ in range(13):
-        step(model)
-    before = handle.plan
-    assert before.peak_bytes > 16 * MIB
-    states = device.count(torch.zeros(8 * MIB // 4))
-    for _ in range(8):
-        step(model)
-    assert max(peaks(model, device, 20)) <= 24 * MIB
-    assert handle.plan.peak_bytes <= 24 * MIB
-    assert handle.plan.plan != before.plan
-    del states
-
-
-def test_a_budget_that_is_too_small_is_not_measured_again_and_again():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle = offload(model, device, memory_budget="1MiB", recompute=False)
-        for _ in range(12):
-            step(model)
-        plan = handle.plan
-        for _ in range(40):
-            step(model)
-    assert handle.plan is plan
-
-
-@pytest.mark.parametrize("recompute", [False, "auto"])
 def test_the_reason_has_the_peak_without_offloading(recompute):
     """The peak that was measured, not that of a plan in which groups are recomputed and nothing is offloaded."""
     device = Timed(3e2, 3e2, memory=2**40)
@@ -328,13 +286,13 @@ def test_the_reason_has_the_peak_without_offloading(recompute):
 
 
 def test_the_frontier_of_a_measured_model():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 12)
+    device = Timed(3e5, 3e5, memory=2**40)
+    model = TimedModel(device, 8)
     (without,) = peaks(model, device, 1)
-    handle = offload(model, device)
+    handle = offload(model, device, memory_budget=16 * MIB)
     with pytest.raises(RuntimeError, match=r"not known yet: run steps until handle\.settling is False"):
         handle.frontier()
-    for _ in range(10):
+    for _ in range(8):
         step(model)
     found = handle.frontier()
     assert found.present is handle.plan or found.present == handle.plan
@@ -342,42 +300,16 @@ def test_the_frontier_of_a_measured_model():
     assert of_peak == sorted(of_peak)
     assert times == sorted(times, reverse=True)
     assert len(set(times)) == len(times) >= 5
-    assert times[-1] == pytest.approx(36)
-    assert of_peak[-1] < without
-    for plan in found.plans[::3]:  # what the data say is what these plans take
-        other = TimedModel(device, 12)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            repeated = offload(other, device, layers=None, plan=plan)
-        step(other)
-        assert peaks(other, device, 1) == [plan.peak_bytes]
-        assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
-        repeated.remove()
-    text = str(found)
-    assert "x no offload" in text
-    assert "present plan" in text
-    assert text.count("MiB") == 3 * (len(found.plans) + 1)
-
-
-def test_the_frontier_of_a_measured_model_with_recomputation():
-    device = Timed(3e5, 3e5, memory=2**40)
-    model = TimedModel(device, 8)
-    handle = offload(model, device, memory_budget=16 * MIB)
-    for _ in range(13):
-        step(model)
-    found = handle.frontier()
-    of_peak, times = [plan.peak_bytes for plan in found.plans], [plan.seconds for plan in found.plans]
-    assert of_peak == sorted(of_peak)
-    assert times == sorted(times, reverse=True)
+    assert times[-1] == pytest.approx(24)
     assert of_peak[0] < 9 * MIB
-    assert of_peak[-1] >= 26 * MIB
+    assert 26 * MIB <= of_peak[-1] <= without
     assert found.plans[0].recomputed
     assert not found.plans[-1].recomputed
     reasons = [plan.because for plan in found.plans]  # no limit was given
     assert reasons[0] == "This is about the smallest peak that a plan reaches."
     assert set(reasons[1:-1]) == {"This is the fastest plan that was found with at most this peak."}
     assert reasons[-1] == "This plan offloads nothing."
-    for plan in found.plans[::3]:
+    for plan in found.plans[::3]:  # what the data say is what these plans take
         other = TimedModel(device, 8)
         repeated = offload(other, device, layers=None, plan=plan)
         step(other)
@@ -385,21 +317,17 @@ def test_the_frontier_of_a_measured_model_with_recomputation():
         assert 0.97 * plan.peak_bytes <= peak <= plan.peak_bytes
         assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
         repeated.remove()
-
-
-def test_the_figure_of_a_frontier():
+    text = str(found)
+    assert "x no offload" in text
+    assert "present plan" in text
+    assert text.count("MiB") == 3 * (len(found.plans) + 1)
     pytest.importorskip("matplotlib").use("agg")
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device)
-    handle = offload(model, device)
-    for _ in range(10):
-        step(model)
-    axes = handle.frontier().plot()
+    axes = found.plot()
     plans, present = axes.get_lines()
-    assert len(plans.get_xdata()) == len(handle.frontier().plans)
+    assert len(plans.get_xdata()) == len(found.plans)
     assert present.get_xdata() == pytest.approx([handle.plan.peak_bytes / MIB])
     assert axes.get_xlabel() == "peak of device memory (MiB)"
-    assert handle.frontier().figure().axes
+    assert found.figure().axes
 
 
 def test_no_frontier_without_measurements():
@@ -408,19 +336,3 @@ def test_no_frontier_without_measurements():
     with pytest.raises(RuntimeError, match="nothing is measured: on an accelerator, call offload"):
         handle.frontier()
     handle.remove()
-
-
-def test_a_fraction_is_of_the_memory_of_the_device_and_not_of_what_the_process_may_use(monkeypatch):
-    budgets = []
-
-    class Observed(Tuner):
-        def __init__(self, *arguments: Any, budget: int | None, **more: Any) -> None:
-            budgets.append(budget)
-            super().__init__(*arguments, budget=budget, **more)
-
-    monkeypatch.setattr(sys.modules["actoffload.model.offload"], "Tuner", Observed)
-    device = Timed(1e4, 1e4, memory=2**20)
-    monkeypatch.setattr(device, "memory_limit", lambda: 2**18)
-    offload(TimedModel(device), device, memory_budget=0.5).remove()
-    assert budgets == [2**19]
-    assert device.total_memory() == 2**20

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
-from adversary.device import AdversarialDevice
 from adversary.harness import execute, scaled_down, trial
 from adversary.trees import ModelRun, TreeProgram, chain, everything, mixed, nested, tree_programs
 from hypothesis import given, settings
 
-from actoffload.engine.layer import Layer, Phase
-from actoffload.engine.storage import Residency
-from actoffload.engine.transfer import Transfers
-
-SEEDS = 3
+SEEDS = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +22,7 @@ def _scaled_down() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("streams", "recompute", "examples"),
-    [(False, False, 25), (True, False, 16), (False, True, 16), (True, True, 14)],
+    [(False, False, 16), (True, False, 12), (False, True, 12), (True, True, 12)],
     ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
 )
 def test_random_models_in_random_orders(streams, recompute, examples):
@@ -69,78 +63,3 @@ def test_known_models(program, mode):
     for seed in range(5) if mode == "random" else (0, 3):
         _, statistics = trial(program, expected, seed, mode, ModelRun)
         assert statistics.tensors_offloaded > 0
-
-
-# Each removed wait fails
-
-BREAKS = {
-    "offloads do not wait for the tensor": (Transfers, "to_host"),
-    "memory is freed before it is copied": (Transfers, "join"),
-    "reloads do not wait for their memory": (Transfers, "begin_reload"),
-    "compute does not wait for the reload": (Transfers, "use"),
-}
-
-
-def test_with_all_waits_no_run_fails():
-    assert not any_fails()
-    assert not any_fails(RECOMPUTED)
-
-
-@pytest.mark.parametrize("what", BREAKS)
-def test_each_kind_of_missing_wait_is_noticed(what, monkeypatch):
-    """With one edge between streams taken out, a run has to fail: by a wrong gradient, or by an unordered access."""
-    owner, name = BREAKS[what]
-    whole, wait = getattr(owner, name), AdversarialDevice.wait
-    inside = [0]
-
-    def broken(self, *arguments, **more):
-        inside[0] += 1
-        try:
-            return whole(self, *arguments, **more)
-        finally:
-            inside[0] -= 1
-
-    def no_wait(self, stream, event):
-        if not inside[0]:
-            wait(self, stream, event)
-
-    monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setattr(AdversarialDevice, "wait", no_wait)
-    assert any_fails()
-    assert any_fails(RECOMPUTED)
-
-
-def any_fails(programs: Sequence[TreeProgram] = (chain(), nested(), mixed())) -> bool:
-    """Run programs until one fails."""
-    source = random.Random(0)
-    for program in programs:
-        expected, _ = execute(program, None, kind=ModelRun)
-        for mode in ("late", "early", "random"):
-            try:
-                trial(program, expected, source.randrange(100), mode, ModelRun)
-            except Exception:
-                return True
-    return False
-
-
-@pytest.mark.parametrize("what", ["missing copy", "early release"])
-def test_missing_copies_and_early_releases_are_noticed(what, monkeypatch):
-    if what == "missing copy":  # a kept group that is to be offloaded now counts as copied
-        monkeypatch.setattr(Layer, "offload", _taken_for_offloading)
-    else:
-        monkeypatch.setattr(Layer, "release_incrementally", _release_without_wait)
-    assert any_fails()
-
-
-def _taken_for_offloading(self):
-    self.phase = Phase.OFFLOADING
-    for storage in self.living():
-        storage.residency = Residency.OFFLOADING
-    return []
-
-
-def _release_without_wait(self, nbytes):
-    for ref in self.storages:
-        storage = ref()
-        if storage is not None and storage.copied_out is not None:
-            storage.release(self.index)

@@ -69,14 +69,6 @@ def test_a_copy_of_a_part_and_a_part_in_another_model():
     assert handle.statistics().bytes_offloaded == 8 * UNIT
 
 
-def test_a_state_dict_knows_nothing_of_it():
-    model = Transformer(3)
-    want = list(copy.deepcopy(model).state_dict())
-    offload(model)
-    assert list(model.state_dict()) == want
-    model.load_state_dict(Transformer(3).state_dict())
-
-
 # Threads
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from whole_model import (
-    UNIT,
     WIDTH,
     Transformer,
     Wave,
@@ -20,7 +19,6 @@ from whole_model import (
 )
 
 import actoffload
-from actoffload.report import Reason
 
 
 def step(model, seed: int = 0) -> None:
@@ -180,15 +178,6 @@ def test_a_script_module_is_refused():
 def test_the_handle_of_what_is_no_module():
     with pytest.raises(TypeError, match=r"OffloadHandle\.of got 5; expected the model that offload was called with"):
         actoffload.OffloadHandle.of(5)
-
-
-def test_a_default_block_that_keep_names_is_no_group():
-    model = Waves(6)
-    handle = offload(model, keep="blocks.2")
-    step(model)
-    assert handle.groups == tuple(f"blocks.{k}" for k in (0, 1, 3, 4, 5))
-    assert handle.plan.offloaded == (0, 1, 2)
-    assert handle.statistics().bytes_kept[Reason.KEPT] == Wave.SAVES * UNIT
 
 
 def test_disabled_saved_tensor_hooks_have_a_sentence_of_their_own():

@@ -8,18 +8,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
-from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, offload, train
-
-
-def offloaded(model: nn.Module, **options) -> tuple[int, int]:
-    """Return the bytes that a third step offloads, and how many storages it reloads on demand."""
-    handle, _ = agrees(model, **options)
-    handle.reset_statistics()
-    model(data().requires_grad_() * 1.0).sum().backward()
-    statistics = handle.statistics()
-    nothing_held(handle)
-    return statistics.bytes_offloaded, statistics.reloaded_on_demand
-
+from whole_model import UNIT, Wave, Waves, agrees, bytes_of_a_step, data, equal, offload, train
 
 # The model inside of itself
 
@@ -40,7 +29,7 @@ def test_the_model_called_inside_itself_is_one_pass():
     assert statistics.passes == 3
     assert len(handle.groups) == 9
     assert statistics.reloaded_on_demand == 0
-    nbytes, _ = offloaded(Recursive(3))
+    nbytes, _ = bytes_of_a_step(Recursive(3))
     assert nbytes == 7 * Wave.SAVES * UNIT
 
 
@@ -126,56 +115,6 @@ def test_without_gradients_nothing_is_done(mode):
     assert (statistics.passes, statistics.reloaded_ahead, statistics.reloaded_on_demand) == (1, 8, 0)
 
 
-def test_validation_in_the_middle_of_an_epoch_changes_nothing():
-    model = Transformer(6)
-    reference = copy.deepcopy(model)
-    handle = offload(model)
-    for k in range(3):
-        equal(train(model), train(reference))
-        for each in (model, reference):
-            each.eval()
-            with torch.no_grad():
-                each(data(k))
-            each.train()
-    assert handle.statistics().passes == 9
-
-
-def test_a_frozen_front_under_no_grad():
-    """Its groups run, and save nothing."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vision, self.text = nn.ModuleList(Wave() for _ in range(4)), nn.ModuleList(Wave() for _ in range(5))
-
-        def forward(self, x):
-            with torch.no_grad():
-                for block in self.vision:
-                    x = block(x)
-            for block in self.text:
-                x = block(x)
-            return x
-
-    _, statistics = agrees(Model())
-    assert statistics.bytes_offloaded == 3 * 3 * 2 * UNIT
-    assert statistics.reloaded_on_demand == 0
-
-
-def test_frozen_blocks_with_a_graph():
-    model = Transformer(6)
-    for block in model.blocks[:3]:
-        block.requires_grad_(False)
-    _, statistics = agrees(model)
-    assert statistics.bytes_offloaded > 0
-    assert statistics.reloaded_on_demand == 0
-    model = Transformer(6)
-    model.inp.requires_grad_(False)
-    for block in model.blocks[:3]:
-        block.requires_grad_(False)
-    _, less = agrees(model)
-    assert 0 < less.bytes_offloaded < statistics.bytes_offloaded
-
-
 def test_a_graph_inside_of_no_grad():
     """Only the blocks run with gradients, each by itself."""
     model = Waves(6)
@@ -204,19 +143,3 @@ def test_a_gradient_is_taken_inside_of_the_forward():
     with pytest.warns(UserWarning, match="by the code of the model's own forward"):
         _, statistics = agrees(Forces(6))
     assert statistics.bytes_offloaded > 0
-
-
-def test_a_second_derivative():
-    model = Waves(6)
-    reference = copy.deepcopy(model)
-    handle = offload(model)
-
-    def penalty(model):
-        x = data().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return [x.grad, *(p.grad for p in model.parameters())]
-
-    equal(penalty(model), penalty(reference))
-    nothing_held(handle)
-    assert handle.statistics().bytes_offloaded > 0

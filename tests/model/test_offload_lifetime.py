@@ -148,27 +148,6 @@ def test_memory_is_freed_while_backward_runs():
     nothing_held(handle)
 
 
-def test_retain_graph_and_a_second_backward():
-    model = Waves(6)
-    handle = offload(model)
-    y = model(start())
-    after_forward = handle.statistics()
-    got = []
-    for k in range(3):
-        y.sum().backward(retain_graph=True)
-        now = handle.statistics()
-        assert now.resident_bytes == after_forward.resident_bytes, "reloaded tensors were not freed"
-        assert now.bytes_reloaded == (k + 1) * after_forward.bytes_offloaded == (k + 1) * 8 * UNIT
-        assert now.reloaded_on_demand == 0
-        got.append([p.grad for p in model.parameters()])
-        model.zero_grad()
-    equal(got[1], got[0])
-    equal(got[2], got[0])
-    y.sum().backward()
-    del y
-    nothing_held(handle)
-
-
 def test_a_graph_that_outlives_the_handle_and_the_model():
     with no_gc():
         model = Waves(6)

@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import nothing_held
 from torch import nn
-from whole_model import ROWS, UNIT, Block, Transformer, Wave, Waves, agrees, data
-
-from actoffload.report import Reason
-
-ATTENTION = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
-MLP = UNIT + 2 * UNIT
-
-
-def offloaded(model: nn.Module, **options) -> tuple[int, int]:
-    """Return the bytes that a third step offloads, and how many storages it reloads on demand."""
-    handle, _ = agrees(model, **options)
-    handle.reset_statistics()
-    model(data().requires_grad_() * 1.0).sum().backward()
-    statistics = handle.statistics()
-    nothing_held(handle)
-    return statistics.bytes_offloaded, statistics.reloaded_on_demand
+from whole_model import ATTENTION, MLP, UNIT, Block, Transformer, Wave, Waves, agrees, bytes_of_a_step
 
 
 class Nested(nn.Module):
@@ -67,7 +51,7 @@ class Nested(nn.Module):
 )
 def test_the_innermost_rule(layers, keep, units):
     """Of four blocks, three of each kind are offloaded."""
-    nbytes, late = offloaded(Waves(4, Nested), layers=layers, keep=keep, num_layers=3)
+    nbytes, late = bytes_of_a_step(Waves(4, Nested), layers=layers, keep=keep, num_layers=3)
     assert nbytes == 3 * units * UNIT
     assert late == 0
 
@@ -89,12 +73,12 @@ def test_parts_of_a_group_have_names_and_kinds_of_their_own():
 
 def test_two_kinds_inside_of_each_block_and_the_block():
     """With everything chosen, everything is offloaded, whichever group it is counted in."""
-    whole, late = offloaded(Transformer(5), layers="blocks", num_layers=4)
+    whole, late = bytes_of_a_step(Transformer(5), layers="blocks", num_layers=4)
     assert late == 0
-    parts, late = offloaded(Transformer(5), layers=["blocks.*", "*.mlp", "*.attention"], num_layers=4)
+    parts, late = bytes_of_a_step(Transformer(5), layers=["blocks.*", "*.mlp", "*.attention"], num_layers=4)
     assert late == 0
     assert parts == whole
-    fine, _ = offloaded(Transformer(5), layers=["*.mlp", "*.attention"], num_layers=4)
+    fine, _ = bytes_of_a_step(Transformer(5), layers=["*.mlp", "*.attention"], num_layers=4)
     assert fine == 4 * (MLP + ATTENTION)
 
 
@@ -103,7 +87,7 @@ def test_chosen_inside_of_a_module_that_is_called_twice():
         def forward(self, x):
             return self.box(x) + self.box(x * 0.5)
 
-    nbytes, late = offloaded(Waves(4, Twice), layers="*.inner")
+    nbytes, late = bytes_of_a_step(Waves(4, Twice), layers="*.inner")
     # Eight calls: all but the last two are offloaded.
     assert nbytes == 6 * Wave.SAVES * UNIT
     assert late == 0
@@ -131,29 +115,3 @@ def test_outputs_and_arguments_of_any_shape():
     assert statistics.passes == 3
     assert statistics.reloaded_on_demand == 0
     assert statistics.reloaded_ahead == statistics.tensors_offloaded > 0
-
-
-def test_a_loss_for_every_block():
-    def run(model, x):
-        total = 0.0
-        for block in model.blocks:
-            x = block(x)
-            total = total + x.square().mean()
-        return total
-
-    class Model(Waves):
-        def forward(self, x):
-            return run(self, x)
-
-    for model in (Model(6), Waves(6)):
-        _, statistics = agrees(model, run if type(model) is Waves else lambda model, x: model(x))
-        assert statistics.passes == 3
-        assert statistics.bytes_offloaded > 0
-
-
-def test_two_forwards_and_one_backward():
-    model = Transformer(6)
-    _, statistics = agrees(model, lambda model, x: model(x) * model(x * 0.5))
-    assert statistics.passes == 6
-    assert statistics.reloaded_on_demand == 0
-    assert Reason.OUTSIDE in statistics.tensors_kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
-from whole_model import UNIT, WIDTH, Repeated, Wave, Waves, agrees, backward, data, equal, measured, offload, train
+from whole_model import UNIT, WIDTH, Wave, Waves, agrees, backward, data, equal, measured, offload, train
 
 from actoffload.device import ReferenceDevice
 from actoffload.planner import GroupPlan
@@ -145,22 +144,6 @@ def test_an_order_that_changes_in_every_step():
 # Skipped layers
 
 
-def test_layer_drop():
-    """As in LayerDrop and stochastic depth: each step skips blocks by chance."""
-    generator = random.Random(1)
-    orders = [[k for k in range(8) if generator.random() < 0.75] for _ in range(10)]
-    model = Ordered(Orders(orders), count=8)
-    reference = copy.deepcopy(model)
-    want = train(reference, steps=10)
-    handle = offload(model)
-    equal(train(model, steps=10), want)
-    statistics = handle.statistics()
-    assert statistics.passes == 10
-    # As many are kept as in any step, but not always the same; sometimes a kept block should have been offloaded.
-    assert statistics.bytes_offloaded >= 0.7 * sum(max(0, len(order) - 2) for order in orders) * SAVES
-    nothing_held(handle)
-
-
 @pytest.mark.parametrize("skipped", range(6))
 def test_one_skipped_block_and_back_again(skipped):
     every, some = list(range(6)), [k for k in range(6) if k != skipped]
@@ -191,15 +174,6 @@ def test_a_skipped_block_that_hands_its_input_on():
     assert statistics.reloaded_on_demand == 0
 
 
-def test_early_exit():
-    """Inference exits early, training sometimes does: the expected groups after it do not run."""
-    model = Ordered(Orders([[0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0], [0, 1, 2, 3, 4, 5]]))
-    handle, statistics = agrees(model, steps=5)
-    assert statistics.passes == 5
-    statistics = measured(handle, backward(model))
-    assert statistics.bytes_offloaded == 4 * SAVES
-
-
 def test_early_exit_reloads_ahead_what_had_left():
     model = Ordered(list(range(8)), count=8)
     handle, _ = agrees(model)
@@ -212,19 +186,6 @@ def test_early_exit_reloads_ahead_what_had_left():
 
 
 # Called more than once
-
-
-def test_one_layer_for_all_as_in_albert():
-    model = Repeated()
-    handle = offload(model, layers="layer")
-    reference = copy.deepcopy(Repeated())
-    reference.load_state_dict(model.state_dict())
-    equal(train(model), train(reference))
-    assert handle.groups == ("layer",) * 7
-    assert handle.plan.offloaded == tuple(range(5))
-    statistics = measured(handle, backward(model))
-    assert statistics.bytes_offloaded == 5 * 3 * UNIT
-    assert statistics.reloaded_on_demand == 0
 
 
 class Often(nn.Module):
@@ -251,29 +212,6 @@ def test_the_first_pass_counts_calls_in_a_row():
         report = handle.report()
         assert [(group.name, group.calls) for group in report.groups] == [("wave", 4), ("cell", 3)]
         assert handle.groups == ("wave",) * 4 + ("cell",) * 3
-
-
-def test_hugging_face_albert():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AlbertConfig(
-        vocab_size=32,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=5,
-        num_hidden_groups=1,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=16,
-    )
-    torch.manual_seed(0)
-    model = transformers.AlbertModel(config)
-    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    handle, statistics = agrees(
-        model, lambda model, x: model(input_ids=tokens).last_hidden_state, layers="encoder.albert_layer_groups.0"
-    )
-    assert len(handle.groups) == 5
-    assert statistics.bytes_offloaded > 0
-    assert statistics.reloaded_on_demand == 0
 
 
 def test_a_block_that_calls_itself():

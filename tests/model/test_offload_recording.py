@@ -6,48 +6,14 @@ import json
 import time
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from whole_model import ROWS, UNIT, Transformer, Wave, Waves, data, offload
+from whole_model import ROWS, UNIT, Inside, Transformer, Wave, Waves, data, offload, reported, said, step
 
 import actoffload
 from actoffload.report import Holder, Reason
 from actoffload.schedule import Kind
-
-ATTENTION = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
-MLP = UNIT + 2 * UNIT
-
-
-class Inside(Waves):
-    """Makes the input of its first block itself: what a model is called with is held by whoever calls it."""
-
-    def forward(self, x):
-        return super().forward(x * 1.0)
-
-
-def step(model: nn.Module, seed: int = 0) -> None:
-    model(data(seed).requires_grad_()).sum().backward()
-
-
-def reported(model: nn.Module, *, steps: int = 2, record: bool = False, **options: Any):
-    """Run some steps and return handle and report."""
-    handle = offload(model, **options)
-    for k in range(steps):
-        handle.reset_statistics()
-        if record and k == steps - 1:
-            with handle.recording():
-                step(model, k)
-        else:
-            step(model, k)
-    return handle, handle.report()
-
-
-def said(report: actoffload.report.Report) -> str:
-    return " ".join(report.advice)
-
 
 # Who holds it
 
@@ -87,17 +53,6 @@ def test_what_refers_to_memory_that_is_not_freed_is_named():
     step(model)
     assert handle.report().held == ()
     assert handle.report().r == 1.0
-
-
-def test_local_variables_of_the_program_are_named():
-    hidden = []
-    model = Inside(6)
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, args, y: hidden.append(y))
-    _, report = reported(model, steps=1, record=True)
-    # The inputs of blocks 1 to 3 are the outputs of the blocks before.
-    assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
-    assert all("hidden" in holder.paths[0] for held in report.held for holder in held.holders)
 
 
 def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
@@ -304,27 +259,6 @@ def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
     } <= names
     copied = sum(event["args"]["bytes"] for event in trace["traceEvents"] if event.get("cat") == "offload")
     assert copied == report.totals.bytes_offloaded
-
-
-def test_the_timeline_is_drawn():
-    pytest.importorskip("matplotlib").use("agg")
-    from matplotlib import pyplot
-
-    handle, _ = reported(Inside(6), record=True, device=actoffload.device.ReferenceDevice(wall_clock=True))
-    figure = handle.timeline().figure()
-    lanes, memory = figure.axes
-    assert [label.get_text() for label in lanes.get_yticklabels()] == ["compute", "D2H", "H2D"]
-    assert memory.get_xlabel() == "order of the step on the reference device"  # its times are not shown
-    assert memory.get_ylabel().startswith("memory (")
-    assert len(lanes.collections) >= 6 * 2 + 4 * 2  # boxes of forward and backward, of offloads and reloads
-    pyplot.close(figure)
-
-
-def test_parts_of_a_module_have_lines_of_their_own():
-    handle, report = reported(Transformer(4), layers=["blocks.*", "*.mlp"], record=True)
-    names = [group.name for group in report.groups]
-    assert names[:3] == ["blocks.0", "blocks.0.mlp", "blocks.0 (part 2)"]
-    assert handle.timeline().names == tuple(names)
 
 
 def test_a_step_that_finds_the_groups_is_recorded_with_the_names_of_all_that_was_followed():

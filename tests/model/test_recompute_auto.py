@@ -27,7 +27,7 @@ def make(link: float, budget: int | None, count: int = 12, **more):
     return device, model, offload(model, device, memory_budget=budget, **more)
 
 
-@pytest.mark.parametrize("budget", [12 * MIB + 2**16, 20 * MIB + 2**16, 30 * MIB, 37 * MIB])
+@pytest.mark.parametrize("budget", [12 * MIB + 2**16, 30 * MIB])
 @pytest.mark.parametrize("link", [3e5, 1e6])
 def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(link, budget):
     times = {}
@@ -40,28 +40,6 @@ def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(li
         assert bool(handle.plan.recomputed) == (recompute == "auto")
     assert times["auto"] < times[False]
     assert times["auto"] <= 4 * 12 * 1.01  # of which recomputation of all groups takes a quarter
-
-
-def test_nothing_is_recomputed_where_offloading_is_free():
-    device, model, handle = make(1e7, 36 * MIB)
-    for _ in range(6):
-        step(model)
-    assert handle.plan.recomputed == ()
-    assert seconds(model, device) <= 36 * 1.01
-
-
-@pytest.mark.parametrize(
-    ("link", "budget", "expected"),
-    [
-        (3e5, 20 * MIB, ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN"]),
-        (3e5, 60 * MIB, ["FIRST", "LEAN", "BARE", "", ""]),
-        (3e5, None, ["FIRST", "LEAN", "BARE", "", ""]),
-    ],
-)
-def test_stages(link, budget, expected):
-    _, model, handle = make(link, budget)
-    assert stages(handle, lambda: step(model), 5) == expected
-    assert handle.plan.because.startswith("Fits: 48.0 MiB of ") == ("BARE" in expected)
 
 
 def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_faster_is_kept():
@@ -135,14 +113,14 @@ class Stemmed(TimedModel):
 
 def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloading():
     device = Timed(3e5, 3e5, memory=2**40)
-    model = Stemmed(device, 12)
-    assert seconds(model, device) == pytest.approx(48)
-    handle = offload(model, device, memory_budget=20 * MIB)
-    for _ in range(14):
+    model = Stemmed(device, 6)
+    assert seconds(model, device) == pytest.approx(30)
+    handle = offload(model, device, memory_budget=10 * MIB)
+    for _ in range(8):
         step(model)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-    assert handle.plan.baseline_seconds == pytest.approx(48, rel=0.01)
-    assert handle.frontier().plans[-1].seconds == pytest.approx(48, rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(30, rel=0.01)
+    assert handle.frontier().plans[-1].seconds == pytest.approx(30, rel=0.01)
 
 
 @pytest.mark.parametrize("layers", ["blocks", None])
@@ -166,21 +144,6 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
     assert first <= 5 * MIB + 2**14, "a proof takes one tensor more"
     assert max(others) <= 4 * MIB + 2**14
     assert handle.plan.peak_bytes >= 4 * MIB
-
-
-def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
-    device, model, handle = make(3e5, 20 * MIB)
-    for _ in range(13):
-        step(model)
-    plan = handle.plan
-    assert plan.recomputed
-    plan.save(tmp_path / "plan.json")
-    other = TimedModel(device, 12)
-    offload(other, device, layers=None, plan=tmp_path / "plan.json")
-    step(other)
-    (peak,) = peaks(other, device, 1)
-    assert 0.997 * plan.peak_bytes <= peak <= plan.peak_bytes
-    assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
 
 
 def test_the_next_choice_is_searched_once_for_a_plan(monkeypatch):

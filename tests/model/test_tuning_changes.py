@@ -61,7 +61,7 @@ def test_the_faster_of_two_plans_is_kept_if_copies_slow_compute_down(cost):
 # Inputs
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_variable_lengths(seed):
     device = Timed(1e7, 1e7, memory=32 * MIB)
     model = TimedModel(device)
@@ -71,7 +71,7 @@ def test_variable_lengths(seed):
         step(model, source.choice([2, 4, 8]))
         steps += 1
         assert steps <= 25
-    seen = stages(handle, lambda: step(model, source.choice([2, 4, 8])), 100)
+    seen = stages(handle, lambda: step(model, source.choice([2, 4, 8])), 5 * WINDOW)
     assert again(seen) <= 1
     assert not handle.settling
     assert device.peak() <= 32 * MIB
@@ -108,7 +108,7 @@ def test_batches_that_are_larger_than_those_that_were_measured():
 # Memory
 
 
-@pytest.mark.parametrize("before", [4, 8, 24], ids="{} passes before".format)
+@pytest.mark.parametrize("before", [4, 24], ids="{} passes before".format)
 @pytest.mark.parametrize("fits", [True, False])
 def test_memory_that_grows_after_the_first_passes(before, fits, caplog):
     """An optimizer allocates its states in its first step, which comes late with gradient accumulation."""

@@ -44,7 +44,7 @@ def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
 
 @pytest.mark.parametrize("recompute", REPLAY)
 @pytest.mark.parametrize("layers", ["blocks", None])
-@pytest.mark.parametrize("link", [5e5, 2e6, 1e7])
+@pytest.mark.parametrize("link", [5e5, 1e7])
 def test_no_pass_keeps_everything_where_that_does_not_fit(layers, link, recompute, caplog):
     device, model = limited(40, link)
     handle = offload(model, device, layers=layers, recompute=recompute)
@@ -106,18 +106,7 @@ def test_larger_inputs_are_run_by_the_leanest_plan(memory, recompute):
     assert device.peak() <= memory * MIB
 
 
-def test_larger_inputs_while_measuring():
-    device, model = limited(60, 1e6)
-    handle = offload(model, device)
-    sizes = iter([4, 4, 8, 4, 8, 4, 8, 8, 4, 4, 4, 8])
-    stages(handle, lambda: step(model, next(sizes)), 12)
-    assert not handle.settling
-    assert device.peak() <= 60 * MIB
-
-
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 2, 4, 8, 4, 8), (1, 8), (2, 2, 8), (8, 1), (8, 8, 1, 1, 8), (4, 8, 1)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 4, 8, 4, 8), (1, 8), (8, 8, 1, 1, 8)], ids=str)
 def test_smaller_inputs_first(sizes):
     device, model = limited(60, 1e6)
     handle = offload(model, device)
@@ -142,18 +131,6 @@ def test_larger_inputs_that_may_not_fit_are_not_waited_for():
 
 
 # Other memory
-
-
-@pytest.mark.parametrize("recompute", REPLAY)
-def test_several_forwards_before_one_backward_need_memory_together(recompute):
-    device, model = limited(70, 1e7)  # one pass without offloading needs 48 MiB, two need 96
-    handle = offload(model, device, recompute=recompute, min_bytes=1)
-    for _ in range(8):
-        outputs = [model(torch.zeros(4, requires_grad=True)) for _ in range(2)]
-        sum(outputs).sum().backward()
-        del outputs
-    assert not handle.settling
-    assert device.peak() <= 70 * MIB
 
 
 def test_temporary_memory_between_the_borders_counts():

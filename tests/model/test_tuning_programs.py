@@ -81,18 +81,11 @@ def test_a_plan_is_found(run, memory, layers):
 @pytest.mark.parametrize("layers", LAYERS)
 def test_many_forwards_before_a_backward_cannot_be_timed(layers):
     device, model, handle = small(layers=layers)
-    for _ in range(20):
+    for _ in range(12):
         several(9)(model)
     assert "Several forwards run before a backward" in handle.plan.because
     assert device.peak() <= device.memory, "the leanest plan"
     nothing_held(handle)
-    done(handle, model, device)
-
-
-def test_evaluation_with_graphs_before_training():
-    device, model, handle = small()
-    for _ in range(30):
-        model(torch.zeros(4, requires_grad=True))
     done(handle, model, device)
 
 
@@ -214,8 +207,8 @@ def test_an_interrupt_anywhere_in_a_stage(at):
         assert handle.plan.offloaded == (0, 1)
         assert not handle.settling
         assert handle._engine.recorder is None
-        n += 397
-    assert n > 397 + at
+        n += 797
+    assert n > 797 + at
 
 
 # The handle in each stage

@@ -183,8 +183,7 @@ class HalfOnHost(Block):
     ("layers", "order", "memory"),
     [
         (None, "late", 2**14),
-        ("blocks", "early", 2**14),
-        ("blocks", "random", None),
+        ("blocks", "early", None),
         (["blocks.*", "*.attention", "*.mlp", "*.block"], "random", 2**14),
     ],
 )

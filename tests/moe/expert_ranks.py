@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import processes
 import torch
 import torch.distributed as dist
-from forked import run_forked
 from helpers import same_bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,23 +23,7 @@ from timed_device import Timed  # noqa: E402 - lies beside the tests of models
 import actoffload  # noqa: E402
 from actoffload.device import use  # noqa: E402
 
-__all__ = ["forked", "settled"]
-
-LIMIT = 120.0
-
-
-def forked(folder: Path, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Do what `run_ranks` does with forked processes, which take less time to start."""
-    run_forked(_rank, world, folder, function, arguments, world, str(folder), limit=LIMIT)
-    errors = [error.read_text() for error in folder.glob("*.error")]
-    ended = [rank for rank in range(world) if (folder / f"{rank}.json").is_file()]
-    assert len(ended) == world, f"Of {world} ranks ended within {LIMIT:.0f} s: {ended}. {errors}"
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-def _rank(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], world: int, folder: str) -> None:
-    warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
-    processes._rank(function, arguments, rank, world, "cpu", LIMIT, folder)
+__all__ = ["settled"]
 
 
 def local(tensor: Any) -> Tensor:
@@ -84,7 +63,7 @@ def settled(_: torch.device) -> dict[str, Any]:
                 handle = actoffload.offload(schedule, min_bytes=64, memory_budget=round(1.6 * nbytes))
         results.append([])
         steps = 0
-        for _ in range(20):
+        for _ in range(12):
             module.zero_grad()
             schedule.step(x, target=x)
             results[-1] += [local(weight.grad).clone() for weight in module.parameters()]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from expert_ranks import settled
+from processes import run_ranks
 
-from expert_ranks import forked, settled
 
-
-def test_ranks_that_share_experts_settle_and_recompute_together(tmp_path: Path) -> None:
-    first, second = forked(tmp_path, 2, settled)
+def test_ranks_that_share_experts_settle_and_recompute_together() -> None:
+    first, second = run_ranks(settled, world=2, device="cpu", limit=120)
     assert first == second
     assert first["same"]
     assert first["recomputed"]

@@ -268,12 +268,6 @@ def test_advice_comes_last_and_an_empty_report_prints():
 # Folded lines
 
 
-def test_modules_of_a_block_are_folded_by_their_place_in_it():
-    groups = [GroupReport(f"layers.{k // 2}.{('attn', 'mlp')[k % 2]}", bytes_saved=MIB * (1 + k % 2)) for k in range(8)]
-    rows = table(str(Report(tuple(groups))), "group")
-    assert [row[0] for row in rows[1:3]] == ["layers.0 ... 3.attn (4 groups)", "layers.0 ... 3.mlp (4 groups)"]
-
-
 @pytest.mark.parametrize(
     "other",
     [

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import LIMIT, run_forked
+from forked import LIMIT
+from processes import run_ranks
 from report_samples import MIB, block, cells, report
 from torch import nn
 
@@ -182,37 +180,28 @@ def error(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def rank_main(_: torch.device) -> dict[str, Any]:
     """Be one of two ranks of a pipeline, of which the later one has fewer layers, and offloads fewer of them."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank = dist.get_rank()
     mine = of_step(range(6)) if rank == 0 else of_step(range(6, 10), fraction=0.5)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
     last = dist.new_group([1])
     both = gather_reports(mine)
-    found = {
+    return {
         "both": both.to_dict(),
         "text": str(both),
         "mine": mine.to_dict(),
         "not a report": error(lambda: gather_reports(mine if rank == 0 else lambda: mine)),
         "last": error(lambda: gather_reports(mine, last)) if rank == 0 else gather_reports(mine, last).to_dict(),
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 pytestmark = pytest.mark.timeout(LIMIT + 300)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> list[dict[str, Any]]:
+def pair() -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    folder = tmp_path_factory.mktemp("pair")
-    run_forked(rank_main, WORLD, folder, folder)
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
-    assert all((folder / f"{rank}.json").exists() for rank in range(WORLD)), logs
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_ranks(rank_main, world=2, device="cpu", limit=LIMIT)
 
 
 def test_two_processes_see_the_same_table(pair):

@@ -69,8 +69,8 @@ def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_pat
     assert re.search(r"</div>\s*<figcaption>", figure.group())
 
 
-@pytest.mark.parametrize("name", schedule_figures.FIGURES)
-def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
+def test_a_figure_is_the_same_in_every_build(tmp_path: Path) -> None:
+    name = "stalls"
     first = schedule_figures.draw(name, tmp_path / "first")
     again = schedule_figures.draw(name, tmp_path / "again")
     assert first.alt == again.alt

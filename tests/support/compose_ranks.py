@@ -1,17 +1,10 @@
-"""One rank of a program of several: runs cases without offload and with, and writes what it saw to a file.
-
-On a machine with enough accelerators that torch sees, each rank takes one of them; otherwise all of them share the CPU.
-"""
+"""One rank of a program of several: runs cases without offload and with, and returns what it saw."""
 
 from __future__ import annotations
 
-import json
-import os
-import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
-from forked import run_forked
+from forked import LIMIT
+from helpers import deterministic
+from processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -224,31 +219,23 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "ddp around an offloaded model": data_parallel(inside=True),
     "ddp, unused parameters": data_parallel(Skipping, find_unused_parameters=True),
     "ddp, static graph": data_parallel(static_graph=True),
-    "ddp, views as gradients": data_parallel(gradient_as_bucket_view=True),
     "ddp, checkpointed": data_parallel(lambda: Checkpointed(dropping)),
     "ddp, no_sync": without_synchronization,
     "fsdp": sharded(lambda: Net(dropping)),
     "fsdp, offloaded first": sharded(first="offloaded"),
     "fsdp, not resharded": sharded(reshard_after_forward=False),
-    "fsdp, not resharded, offloaded first": sharded(first="offloaded", reshard_after_forward=False),
     "fsdp, bfloat16": sharded(mp_policy=HALF),
-    "fsdp, bfloat16, offloaded first": sharded(first="offloaded", mp_policy=HALF),
     "fsdp, frozen weights": sharded(frozen=True),
     "fsdp, detached weights": sharded(lambda: Net(Detached)),
     "fsdp, checkpointed": sharded(lambda: Checkpointed(dropping)),
     "fsdp, checkpointed and compiled": sharded(lambda: Checkpointed(dropping), compiled="before"),
     "fsdp, accumulating": accumulating,
     "fsdp, steps inside of backward": sharded_stepping_in_backward,
-    "fsdp, compiled before": sharded(compiled="before"),
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,
     "context parallel": context_parallel,
     "ddp, recomputed": recomputing(data_parallel(lambda: Net(dropping))),
-    "ddp, unused parameters, recomputed": recomputing(data_parallel(Skipping, find_unused_parameters=True)),
     "ddp, static graph, recomputed": recomputing(data_parallel(static_graph=True)),
-    "ddp, no_sync, recomputed": recomputing(without_synchronization),
-    "fsdp, recomputed": recomputing(sharded(lambda: Net(dropping))),
-    "fsdp, offloaded first, recomputed": recomputing(sharded(first="offloaded")),
     "fsdp, not resharded, recomputed": recomputing(sharded(reshard_after_forward=False)),
     "fsdp, bfloat16, recomputed": recomputing(sharded(mp_policy=HALF)),
     "fsdp, accumulating, recomputed": recomputing(accumulating),
@@ -261,12 +248,13 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
 
 
 def seen(name: str) -> dict[str, Any]:
-    """Run a case; return numbers from its statistics, or the error."""
+    """Run a case; return numbers from its statistics."""
     try:
         handle = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None)
         statistics, reports = handle.statistics(), gather_reports(handle.report())
-    except BaseException:
-        return {"error": traceback.format_exc()}
+    except BaseException as error:
+        error.add_note(f"In the case {name!r}.")
+        raise
     return {
         "bytes_offloaded": statistics.bytes_offloaded,
         "bytes_reloaded": statistics.bytes_reloaded,
@@ -278,57 +266,16 @@ def seen(name: str) -> dict[str, Any]:
     }
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
-    """Run cases, as one of several ranks."""
+def run_cases(device: torch.device, names: list[str]) -> list[dict[str, Any]]:
+    """Run some of `CASES`, as one of several ranks; return what it saw of each."""
     global DEVICE
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= world:
-        DEVICE = "cuda"
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(rank)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo" if DEVICE == "cpu" else "nccl",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=600),
-    )
-    for k, name in enumerate(names):
-        found = seen(name)
-        (folder / f"{k}-{rank}.json").write_text(json.dumps(found))
-        if "error" in found:  # the others may wait for this rank now
-            break
-    dist.destroy_process_group()
+    DEVICE = device.type
+    with deterministic() if DEVICE == "cuda" else nullcontext():
+        return [seen(name) for name in names]
 
 
-# Starting ranks
-
-
-def run_ranks(folder: Path, names: list[str], world: int) -> dict[str, list[dict[str, Any]]]:
-    """Run cases in processes of their own; return what each rank saw of each case, or why not.
-
-    Parameters
-    ----------
-    folder : path
-        An empty one, for the files of the ranks.
-    names : list of str
-        Which of `CASES`.
-    world : int
-        Number of ranks.
-    """
-    run_forked(main, world, folder, world, folder, names)
-
-    def read(k: int, rank: int) -> dict[str, Any]:
-        path = folder / f"{k}-{rank}.json"
-        if not path.exists():
-            log = (folder / f"{rank}.log").read_text()[-2000:]
-            return {"error": f"rank {rank} {'timed out' if 'timed out: ' in log else 'did not come to it'}:\n{log}"}
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-
-    return {name: [read(k, rank) for rank in range(world)] for k, name in enumerate(names)}
+def compose(names: list[str], world: int, device: str = "cpu") -> dict[str, list[dict[str, Any]]]:
+    """Run cases in a process for each rank; return what each rank saw of each case."""
+    ranks = run_ranks(run_cases, names, world=world, device=device, limit=LIMIT)
+    return dict(zip(names, zip(*ranks, strict=True), strict=True))

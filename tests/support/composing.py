@@ -58,10 +58,10 @@ class Mlp(nn.Module):
 class Net(nn.Module):
     """Blocks between two linears."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = BLOCKS) -> None:
         super().__init__()
         self.inp, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([block() for _ in range(BLOCKS)])
+        self.blocks = nn.ModuleList([block() for _ in range(count)])
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -183,42 +181,49 @@ class UNet(nn.Module):
         return self.conv_out(F.silu(self.conv_norm_out(x)))
 
 
-class DoubleConv(nn.Sequential):
-    def __init__(self, before: int, after: int) -> None:
+class Vgg(nn.Module):
+    def __init__(self, plan: tuple[int, ...] = (8, 0, 16, 0, 32, 32, 0)) -> None:
         super().__init__()
-        for k, (width, out) in enumerate([(before, after // 2), (after // 2, after)]):
-            self.add_module(
-                f"conv{k}", nn.Sequential(nn.Conv3d(width, out, 3, padding=1), nn.BatchNorm3d(out), nn.ReLU())
-            )
-
-
-class Coder(nn.Module):
-    def __init__(self, before: int, after: int, down: bool) -> None:
-        super().__init__()
-        self.pooling = nn.MaxPool3d(2) if down else None
-        self.basic_module = DoubleConv(before, after)
-
-    def forward(self, x, skip=None):
-        if skip is not None:
-            x = torch.cat([skip, F.interpolate(x, skip.shape[2:])], 1)
-        return self.basic_module(x if self.pooling is None else self.pooling(x))
-
-
-class UNet3D(nn.Module):
-    """As in segmentation of volumes: encoders and decoders that all differ, the first ones by far the largest."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        sizes = [1, width, 2 * width, 4 * width]
-        self.encoders = nn.ModuleList(Coder(a, b, k > 0) for k, (a, b) in enumerate(pairwise(sizes)))
-        self.decoders = nn.ModuleList(Coder(a + b, b, False) for a, b in [(sizes[3], sizes[2]), (sizes[2], sizes[1])])
-        self.final_conv = nn.Conv3d(width, 2, 1)
+        layers, before = [], 3
+        for width in plan:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(True)] if width else [nn.MaxPool2d(2)]
+            before = width or before
+        self.features, self.avgpool = nn.Sequential(*layers), nn.AdaptiveAvgPool2d(2)
+        self.classifier = nn.Sequential(nn.Linear(4 * before, 64), nn.ReLU(True), nn.Dropout(), nn.Linear(64, 10))
 
     def forward(self, x):
-        skips = []
-        for encoder in self.encoders:
-            x = encoder(x)
-            skips.insert(0, x)
-        for decoder, skip in zip(self.decoders, skips[1:], strict=True):
-            x = decoder(x, skip)
-        return self.final_conv(x)
+        return self.classifier(self.avgpool(self.features(x)).flatten(1))
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, before: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(before), nn.Conv2d(before, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, features):
+        x = self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
+        return self.conv2(F.relu(self.norm2(x)))
+
+
+class DenseBlock(nn.ModuleDict):
+    def __init__(self, before: int, growth: int, depth: int) -> None:
+        super().__init__({f"denselayer{k}": DenseLayer(before + k * growth, growth) for k in range(depth)})
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+def densenet(growth: int = 8, depths: tuple[int, ...] = (3, 6)) -> nn.Module:
+    parts, width = [nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(True)], 16
+    for depth in depths:
+        parts.append(DenseBlock(width, growth, depth))
+        width += depth * growth
+        parts.append(
+            nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(True), nn.Conv2d(width, width // 2, 1), nn.AvgPool2d(2))
+        )
+        width //= 2
+    return nn.Sequential(nn.Sequential(*parts), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))

@@ -112,6 +112,20 @@ def deterministic() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Make every operation for which the host waits for an accelerator raise an error."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def alive(*types: type) -> int:
     """Return how many objects of some types the collector knows, reachable or not."""
     return sum(type(thing) in types for thing in gc.get_objects())
@@ -156,6 +170,21 @@ class Failing(actoffload.device.ReferenceDevice):
     def wait(self, *args, **more):
         self._maybe("wait")
         return super().wait(*args, **more)
+
+
+class Saves(torch.autograd.Function):
+    """Saves tensors, and appends what is unpacked in backward to a list."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen += ctx.saved_tensors
+        return grad, None, *[None] * len(ctx.saved_tensors)
 
 
 def right(layers, context, sync, *, clean: bool = True) -> None:

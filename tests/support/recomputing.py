@@ -6,9 +6,11 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import composing
 import numpy as np
 import pytest
 import torch
+from composing import WIDTH, gradients
 from helpers import nothing_held
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -17,7 +19,7 @@ from whole_model import equal, nothing_installed, offload
 
 from actoffload._torch.tensors import free_storage_weakref, storage_expired, storage_weakref
 
-ROWS, WIDTH, BLOCKS, STEPS = 16, 32, 4, 5
+ROWS, BLOCKS, STEPS = 16, 4, 5
 
 _aten = torch.ops.aten
 COSTLY = [_aten.mm.default, _aten.addmm.default, _aten._scaled_dot_product_flash_attention_for_cpu.default]
@@ -47,35 +49,16 @@ class Linear(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
 
-class Net(nn.Module):
+class Net(composing.Net):
     """Blocks between two linears."""
 
     def __init__(self, block: Callable[[], nn.Module] = Mlp, count: int = BLOCKS) -> None:
-        super().__init__()
-        self.inp, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([block() for _ in range(count)])
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = self.call(block, x)
-        return self.head(x)
+        super().__init__(block, count)
 
 
 def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     """Return the data of a step."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k))
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Take the gradients, and clear them."""
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    assert found
-    return found
 
 
 def train(model: nn.Module, steps: int = STEPS, start: int = 0) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from actoffload.device import use
 ROWS, WIDTH = 16, 32
 UNIT = ROWS * WIDTH * 4
 """Bytes of what one block hands to the next, and of each storage that a `Wave` saves."""
+ATTENTION, MLP = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT, UNIT + 2 * UNIT
+"""Bytes that an `Attention` and an `Mlp` save."""
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -44,6 +47,13 @@ class Waves(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Inside(Waves):
+    """Makes the input of its first block itself: what a model is called with is held by whoever calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.0)
 
 
 class Mlp(nn.Module):
@@ -139,6 +149,36 @@ def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> acto
 def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
     """Return a step of a model."""
     return lambda: model(data(seed)).sum().backward()
+
+
+def step(model: nn.Module, seed: int = 0) -> None:
+    """Run a step whose input requires a gradient."""
+    model(data(seed).requires_grad_()).sum().backward()
+
+
+def reported(model: nn.Module, *, steps: int = 2, record: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Run some steps, the last of which is recorded if asked; return handle and report."""
+    handle = offload(model, **options)
+    for k in range(steps):
+        handle.reset_statistics()
+        with handle.recording() if record and k == steps - 1 else nullcontext():
+            step(model, k)
+    return handle, handle.report()
+
+
+def said(report: actoffload.report.Report) -> str:
+    """Return the advice of a report as one text."""
+    return " ".join(report.advice)
+
+
+def bytes_of_a_step(model: nn.Module, **options: Any) -> tuple[int, int]:
+    """Return the bytes that a third step offloads, and how many storages it reloads on demand."""
+    handle, _ = agrees(model, **options)
+    handle.reset_statistics()
+    model(data().requires_grad_() * 1.0).sum().backward()
+    statistics = handle.statistics()
+    nothing_held(handle)
+    return statistics.bytes_offloaded, statistics.reloaded_on_demand
 
 
 def train(model: nn.Module, run: Run = call, steps: int = 3) -> list[Tensor]:

@@ -185,21 +185,6 @@ class Uses(torch.autograd.Function):
         return grad, None, *(None for _ in things)
 
 
-class Saves(torch.autograd.Function):
-    """Saves a tensor, and records what is unpacked."""
-
-    @staticmethod
-    def forward(ctx, x, thing, seen):
-        ctx.save_for_backward(thing)
-        ctx.seen = seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.seen += ctx.saved_tensors
-        return grad, None, None
-
-
 class Split(torch.autograd.Function):
     """Makes a wrapper of a plain tensor."""
 
