@@ -68,6 +68,7 @@ class Learned:
     split: dict[int, bool] = field(default_factory=dict)  # by stage
     sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
     boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
+    returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
 
 
 class Conductor:
@@ -214,6 +215,7 @@ class Conductor:
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
         found = dict(_storages(outputs))
         sent = sum(found.values())
+        self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
         if step.stage not in self.learned.sent or sent > self.learned.sent[step.stage]:
             self.learned.sent[step.stage] = sent
             self.learned.boundary[step.stage] = sum(

@@ -32,7 +32,7 @@ from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Measured, Tried
-from .metering import StepMeter, even_costs, measured_costs
+from .metering import Standing, StepMeter, even_costs, kept_outputs, measured_costs, with_temporaries
 from .stages import RankStage
 from .steering import has_grown
 
@@ -55,7 +55,8 @@ class FirstSteps:
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
         self._bare = False
-        self.other_bytes = 0  # of device memory, beside saved tensors
+        self.other_bytes = 0  # of device memory in the whole step, beside what stages have
+        self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._plain: Measured | None = None  # what was measured without recomputation
         self._operators: dict[int, OperatorTimes] = {}  # by stage: of its groups
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
@@ -98,11 +99,17 @@ class FirstSteps:
 
     def _watch(self, *, bare: bool) -> None:
         """Measure the groups in the present step, which offloads nothing if it is `bare`."""
-        engine = self._conductor.engine
+        engine, standing = self._conductor.engine, dict[int, Standing]()
         self._bare = bare
         for stage in self._stages:
             stage.steering.bare = bare
-        self._meter = StepMeter(self._backend, engine.counters)
+            # Memory is read in steps that are not bare: the others show the times.
+            if not bare:
+                self._gradients[stage.index] = stage.steering.gradients
+                boundary, output = kept_outputs(stage.index, self._conductor.learned)
+                boundary += stage.steering.outside
+                standing[stage.index] = Standing(boundary, output, sum(self._gradients[stage.index]))
+        self._meter = StepMeter(self._backend, engine.counters, standing)
         engine.record(self._meter)
         self._conductor.watching = self._meter.note
 
@@ -126,10 +133,10 @@ class FirstSteps:
         if self.trying:
             (self._without if paused else self._tried).append(meter)
             return
-        _, peak = self._backend.allocated() or (0, 0)
-        self.other_bytes = max(self.other_bytes, peak - engine.statistics().peak_resident_bytes)
         if not self._bare:
             self._copies = meter
+            # With recomputation it has what stays for a weight backward, which the costs have, too.
+            self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
         self._times = meter
 
     def try_plan(self, number: int, *, bare: bool) -> None:
@@ -158,7 +165,10 @@ class FirstSteps:
     def _fits_bare(self) -> bool:
         """Return whether a step without offloading fits into the memory of the device."""
         limit = self.limit()
-        return limit is None or self.other_bytes + self._most_saved(self._conductor.learned.order) <= limit
+        temporary = 0 if self._copies is None else max(self._copies.temporaries.values(), default=0)
+        gradients = sum(map(sum, self._gradients.values()))
+        others = self.other_bytes + gradients + temporary
+        return limit is None or others + self._most_saved(self._conductor.learned.order) <= limit
 
     def _most_saved(self, order: Sequence[Step]) -> int:
         """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
@@ -188,10 +198,14 @@ class FirstSteps:
         found = {}
         for k, stage in enumerate(self._stages):
             other, steering = 0 if k else self.other_bytes, stage.steering
-            cost = even_costs(stage.index, steering.saved, learned, steering.outside, other)
+            gradients = self._gradients.get(stage.index, ())
+            gradients = gradients if len(gradients) == len(steering.saved) else ()
+            cost = even_costs(stage.index, steering.saved, learned, steering.outside, other, gradients)
             if self._times is not None:
                 self._times.wait()
                 cost = measured_costs(stage.index, cost, self._times)
+            if self._copies is not None:
+                cost = with_temporaries(stage.index, cost, self._copies)
             found[stage.index] = cost
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or any(
@@ -209,11 +223,13 @@ class FirstSteps:
             at = [self._plain.names[index].index(name) for name in names[index]]
             grown, growth = self._grown(index, cost), self._growth.get(index, 1.0)
             splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
-            ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits)
+            gradients = tuple(grown.gradient_bytes[k] for k in at) if grown.gradient_bytes else ()
+            ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits, gradient_bytes=gradients)
             now = found[index]
             plain[index] = replace(
                 ran,
                 boundary_bytes=now.boundary_bytes,
+                output_bytes=now.output_bytes,
                 sent_forward=now.sent_forward,
                 sent_backward=now.sent_backward,
             )
@@ -323,10 +339,8 @@ def _ways(
 
     Backward comes to a recomputed group with all that it saves, from which it recomputes.
     """
-    less = plain.nbytes - whole.nbytes
-    if less <= 0:
+    if plain.nbytes <= whole.nbytes:
         return (Variant(plain),)
-    whole = replace(whole, backward_temporary=less)
     _, *ways = replay_ways(whole, within(operators, plain.forward)) if operators else (None, Variant(whole, ()))
     found, kept = [Variant(plain)], None if split is None else split.kept
     for way in ways:

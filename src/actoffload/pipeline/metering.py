@@ -1,14 +1,22 @@
-"""Measure a step of a schedule: when computations and groups begin and end, how fast copies are, and the costs."""
+"""Measure a step of a schedule: when computations and groups begin and end, how fast copies are, and the costs.
+
+`[Note: memory of a step]`  A peak that is compared with the saved tensors at their own peak counts twice what a plan
+counts by itself.  So memory is read where groups and computations begin and end.  What is allocated inside of a group
+alone is temporary, as in `model.tuning`.  From what is allocated at such a border go the saved tensors, the boundaries
+of the microbatches in flight, and the gradients of stages that had a backward; the rest is there in the whole step.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from ..device.base import Backend, StreamEvent, current_stream
+from ..engine.passes import Pass
 from ..engine.statistics import Counters
 from ..model.tuning.metering import Border, Meter
 from ..schedule.costs import LayerCost, Saved
@@ -17,7 +25,7 @@ from ..schedule.plan import When
 from ..schedule.timeline import Kind
 from .conductor import Learned
 
-__all__ = ["GroupSeconds", "StepMeter", "even_costs", "measured_costs"]
+__all__ = ["GroupSeconds", "Standing", "StepMeter", "even_costs", "kept_outputs", "measured_costs", "with_temporaries"]
 
 
 class GroupSeconds(NamedTuple):
@@ -33,16 +41,37 @@ class _Mark(NamedTuple):
     event: StreamEvent
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Bytes of a stage that a plan counts by itself."""
+
+    boundary: int  # of each microbatch, from its forward to its last backward
+    output: int  # of each microbatch, from its forward on
+    gradients: int  # of weights of its groups, from its first backward on
+
+
 class StepMeter(Meter):
-    """Records the copies of a step, and the events of its computations.
+    """Records the copies of a step, the events of its computations, and the memory at them.
 
     It is installed as the recorder of the engine; `note` is called by the conductor.
+
+    Parameters
+    ----------
+    standing : mapping of int to Standing, optional
+        By stage; memory is read only if it is given, which takes time of the host.
     """
 
     keeps_busy = False  # other ranks would wait
 
-    def __init__(self, backend: Backend, counters: Counters) -> None:
-        super().__init__(backend, counters, memory=False)
+    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
+        super().__init__(backend, counters, memory=standing is not None)
+        self._standing = standing or {}
+        self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
+        self.other_bytes = 0
+        self._running: tuple[int, Kind, int] | None = None  # the group whose end comes next
+        self._settled = True  # no gradients are being allocated
+        # By stage, kind and group: bytes allocated for a time in the gap before it (False), and in it.
+        self.temporaries: dict[tuple[int, Kind, int, bool], int] = defaultdict(int)
         begun = backend.record_timed(current_stream(backend))
         self.borders.append(Border(Kind.FORWARD, -1, False, begun, backend.host_time()))
         self._marks: dict[Step, list[_Mark]] = defaultdict(list)
@@ -61,12 +90,51 @@ class StepMeter(Meter):
         """Note an event of a computation, or of a group in it."""
         event = self._backend.record_timed(current_stream(self._backend))
         self._marks[step].append(_Mark(when, index, event))
+        if when is None and self._standing:
+            self._begin_or_end(step, ends=bool(index))
+
+    def _begin_or_end(self, step: Step, *, ends: bool) -> None:
+        """Note the memory where a computation begins or ends."""
+        begins = step.computation is Computation.FORWARD and not ends
+        self._in_flight[step.stage] += begins
+        self._forwards[step.stage] += begins
+        weights = step.computation in (Computation.BACKWARD, Computation.BACKWARD_WEIGHT)
+        if weights and ends:
+            self._with_gradients.add(step.stage)
+        self._settled = ends or not weights or step.stage in self._with_gradients
+        self.level()
+        self._in_flight[step.stage] -= weights and ends
+
+    def level(self) -> None:
+        """Note the memory between groups, and what of it is there in the whole step."""
+        super().level()
+        if self._standing and self._between and self._settled:
+            standing = sum(
+                self._in_flight[stage] * each.boundary
+                + self._forwards[stage] * each.output
+                + each.gradients * (stage in self._with_gradients)
+                for stage, each in self._standing.items()
+            )
+            other = self._allocated - self._counters.resident_bytes - standing
+            self.other_bytes = max(self.other_bytes, other)
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
-        """Do nothing: `note` is called at the same events."""
+        """Note the memory where a group begins; its time is that of `note`."""
+        self._border(owner, kind, layer, ends=False)
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
-        """Do nothing: `note` is called at the same events."""
+        """Note the memory where a group ends; its time is that of `note`."""
+        self._border(owner, kind, layer, ends=True)
+
+    def _border(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
+        if not self._standing or not isinstance(owner, Pass) or owner.model not in self._standing:
+            return
+        group = owner.model, kind, layer
+        if ends and group != self._running:  # it ended where the next one began
+            return
+        self._take_memory()
+        self.temporaries[(*group, ends)] = max(self.temporaries[(*group, ends)], self._temporary)
+        self._running, self._between, self._temporary = None if ends else group, ends, 0
 
     def passed(self) -> bool:
         """Return whether the device has passed all marks and copies."""
@@ -152,13 +220,27 @@ class StepMeter(Meter):
 # Costs
 
 
+def kept_outputs(stage: int, learned: Learned) -> tuple[int, int]:
+    """Return the bytes of outputs that a stage keeps of a microbatch until its last backward, and until the step ends.
+
+    Those that are saved do not count.
+    """
+    nbytes = learned.boundary.get(stage, 0)
+    return (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
+
+
 def even_costs(
-    stage: int, saved: Sequence[Sequence[tuple[int, int]]], learned: Learned, outside: int = 0, other_bytes: int = 0
+    stage: int,
+    saved: Sequence[Sequence[tuple[int, int]]],
+    learned: Learned,
+    outside: int = 0,
+    other_bytes: int = 0,
+    gradients: Sequence[int] = (),
 ) -> StageCost:
     """Return the cost of a stage, with the same times for all groups.
 
     `saved` has for each group the place and the bytes of each storage that it saves; a microbatch saves `outside` bytes
-    in no group, and `other_bytes` are always on the device.
+    in no group, `other_bytes` are always on the device, and `gradients` are those of each group.
     """
     groups, splits = [], []
     for k, storages in enumerate(saved):
@@ -170,14 +252,32 @@ def even_costs(
     late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
     split = learned.split.get(stage, False) or (stage > 0 and stage in late)
     sent = learned.sent.get(stage, 0)
+    boundary, output = kept_outputs(stage, learned)
     return StageCost(
         tuple(groups),
         tuple(splits) if split else (),
-        learned.boundary.get(stage, 0) + outside,
+        boundary + outside,
         sent_forward=sent,
         sent_backward=learned.sent.get(stage - 1, sent),
         other_bytes=other_bytes,
+        output_bytes=output,
+        gradient_bytes=tuple(gradients),
     )
+
+
+def with_temporaries(stage: int, cost: StageCost, meter: StepMeter) -> StageCost:
+    """Return the cost of a stage with the memory that a step allocated for a time in its groups and before them."""
+    groups = tuple(
+        replace(
+            group,
+            forward_temporary=meter.temporaries[stage, Kind.FORWARD, k, True],
+            gap_forward_temporary=meter.temporaries[stage, Kind.FORWARD, k, False],
+            backward_temporary=meter.temporaries[stage, Kind.BACKWARD, k, True],
+            gap_backward_temporary=meter.temporaries[stage, Kind.BACKWARD, k, False],
+        )
+        for k, group in enumerate(cost.groups)
+    )
+    return replace(cost, groups=groups)
 
 
 def measured_costs(stage: int, even: StageCost, meter: StepMeter) -> StageCost:

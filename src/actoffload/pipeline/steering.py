@@ -105,6 +105,23 @@ class StageSteering:
         return tuple(map(_size, self.saved))
 
     @property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
+        seen = set[int]()
+        found = []
+        for key in self._plans.order:
+            weights = {id(weight): weight for weight in self.groups[key.group].module.parameters()}
+            new = [weight for known, weight in weights.items() if known not in seen]
+            local = [
+                getattr(weight, "_local_tensor", weight)
+                for weight in new
+                if weight.requires_grad and weight.grad is None
+            ]
+            found.append(sum(weight.nbytes for weight in local))
+            seen |= set(weights)
+        return tuple(found)
+
+    @property
     def order(self) -> tuple[GroupKey, ...]:
         """The groups in the order of the latest forward."""
         return self._plans.order

@@ -120,12 +120,18 @@ class StageCost:
     sent_forward, sent_backward : int
         Bytes of the output that are sent to the next stage, and of the gradient that is sent to the previous one.
     other_bytes : int
-        Bytes that are always on the device: weights, gradients, the state of the optimizer.
+        Bytes that are always on the device: weights, the state of the optimizer, gradients that stay between steps.
+    output_bytes : int
+        Bytes of the output, unless it is saved, that are kept from a forward to the end of the step: the last stage
+        returns it.
+    gradient_bytes : tuple of int
+        For each group the bytes of gradients of its weights that the first full or weight backward of a step allocates,
+        and that stay until the step ends; none if empty.
 
     Raises
     ------
     ValueError
-        If there are splits, but not one for each group, or a number is negative.
+        If there are splits or gradients, but not one entry for each group, or a number is negative.
     """
 
     groups: tuple[LayerCost, ...]
@@ -134,18 +140,24 @@ class StageCost:
     sent_forward: int = 0
     sent_backward: int = 0
     other_bytes: int = 0
+    output_bytes: int = 0
+    gradient_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_kinds(LayerCost, groups=self.groups)
         check_kinds(SplitCost, splits=self.splits)
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "splits", tuple(self.splits))
-        if self.splits and len(self.splits) != len(self.groups):
-            raise ValueError(f"There are {len(self.splits)} splits for {len(self.groups)} groups; give one for each.")
+        object.__setattr__(self, "gradient_bytes", tuple(self.gradient_bytes))
+        for what, given in (("splits", self.splits), ("gradients", self.gradient_bytes)):
+            if given and len(given) != len(self.groups):
+                raise ValueError(f"There are {len(given)} {what} for {len(self.groups)} groups; give one for each.")
+        for nbytes in self.gradient_bytes:
+            check_bytes(gradient_bytes=nbytes)
         for cost, split in zip(self.groups, self.splits, strict=False):
             if split.kept > cost.nbytes:
                 raise ValueError(f"{split} is not a split of a group that saves {cost.nbytes} bytes.")
-        for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes"):
+        for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes", "output_bytes"):
             check_bytes(**{name: getattr(self, name)})
 
     @property

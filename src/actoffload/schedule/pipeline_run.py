@@ -21,6 +21,9 @@ __all__ = ["NEVER", "Compiled", "GroupTimes", "Level", "RankRun", "StageTimes"]
 NEVER = -1.0
 """When something arrives that is not sent yet."""
 
+WEIGHTS = Computation.BACKWARD, Computation.BACKWARD_WEIGHT
+"""What computes gradients of weights."""
+
 
 # Costs, in one number for each purpose
 
@@ -114,6 +117,11 @@ class StageTimes:
         }
 
     @cached_property
+    def gradients(self) -> list[int]:
+        """Bytes of the gradients of each group, in the order of the backward."""
+        return list(reversed(self.cost.gradient_bytes or (0,) * len(self.groups)))
+
+    @cached_property
     def recomputed(self) -> int:
         """Bytes that the input backward leaves for the weight backward, beside the saved ones."""
         return sum(split.recomputed for split in self.cost.splits)
@@ -175,6 +183,7 @@ class RankRun:
     _copied: dict[Chunk, float] = field(default_factory=dict)  # when the copies to the host are done
     _needs: dict[Chunk, float] = field(default_factory=dict)  # when its compute can start without a stall
     _trimmed: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes that input backwards freed
+    _with_gradients: set[int] = field(default_factory=set)  # stages
 
     def __post_init__(self) -> None:
         self.peak = self.other
@@ -208,7 +217,10 @@ class RankRun:
         forward, count, needs = computation is Computation.FORWARD, len(times.groups), self._needs
         boundary, parts, trimmed = times.cost.boundary_bytes, times.parts[computation], 0
         if forward:
-            self.other += boundary
+            self.other += boundary + times.cost.output_bytes
+        first = computation in WEIGHTS and stage not in self._with_gradients
+        if first:
+            self._with_gradients.add(stage)
         for position in range(count):
             part = parts[position] if parts else None
             if part is not None:
@@ -224,7 +236,8 @@ class RankRun:
                 if chunk in needs:
                     need = needs.pop(chunk)
                     trimmed += times.groups[group].nbytes - times.groups[group].again_bytes
-            start = self._run(part, step, need, Moment(number, position))
+            kept = part.kept + times.gradients[position] if first else part.kept
+            start = self._run(part, step, need, kept, Moment(number, position))
             if offloaded:
                 self._copy_out(Chunk(stage, microbatch, group), times.groups[group], start)
         if computation is Computation.BACKWARD:
@@ -250,8 +263,11 @@ class RankRun:
         if self.record and self.levels:
             self.levels[-1] = self.levels[-1]._replace(need=max(self.levels[-1].need, need))
 
-    def _run(self, part: _Part, step: Step, need: float, moment: Moment) -> float:
-        """Run a group, before whose saved tensors arrive compute cannot start; return when it started."""
+    def _run(self, part: _Part, step: Step, need: float, kept: int, moment: Moment) -> float:
+        """Run a group, before whose saved tensors arrive compute cannot start; return when it started.
+
+        It keeps `kept` bytes beside the saved ones, or frees them if negative.
+        """
         before, start = self.saved + self.other, self.compute
         if need > start:
             self.stalled += need - start
@@ -259,7 +275,7 @@ class RankRun:
             start = self.compute = need
         self.host += part.host
         end = max(start + part.seconds, self.host)
-        self.other += part.kept
+        self.other += kept
         top = max(before, self.saved + part.saved + self.other) + part.temporary
         self._note(moment, top, runs=True)
         if part.saved > 0:

@@ -147,6 +147,7 @@ def simulate_pipeline(
     send that are in no order is there from the start.  Sends do not take time of compute.  Copies of a chunk to the
     host start as its tensors are saved, those back at the moment of the plan, and in one direction they run one after
     the other.  Bytes are counted as `PipelinePlan` says; since the plan says when, they do not depend on times.
+    Gradients of weights are there from the first backward of their group in the step.
 
     Examples
     --------
