@@ -81,6 +81,7 @@ class Tried:
 
     seconds: float  # of a step with the plan
     without: float | None  # of a step without offloading, where all ranks have room for it
+    peak: int = 0  # bytes of device memory in the steps with the plan; 0 if not known
 
 
 register(Settings, Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link)

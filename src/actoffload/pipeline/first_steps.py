@@ -12,7 +12,8 @@ is measured.  All ranks run them, because they know the plans of all.
 
 A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
 plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
-that, because most of the memory is allocated in it.  Where a rank has no room for such steps, they are left out.
+that, because most of the memory is allocated in it.  Where a rank has no room for such steps, they are left out.  Other
+plans may follow, in three steps each: see `planning` [Note: trial of the plans].
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class FirstSteps:
         self.trying = False  # a plan
         self._first_trial, self._bare_trial = 0, False
         self._tried, self._without = list[StepMeter](), list[StepMeter]()  # of steps with it, and that offload nothing
+        self._tried_peak = 0
         self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
     def begin(self, number: int) -> None:
@@ -86,6 +88,7 @@ class FirstSteps:
         self._watch(bare=bare)
 
     def _begin_trial(self, number: int) -> None:
+        self._backend.allocated()  # resets the peak
         if number == self._first_trial:
             return
         # A whole step is timed, and none of its groups: that would take time of the host, which may be what counts.
@@ -132,6 +135,8 @@ class FirstSteps:
             return
         if self.trying:
             (self._without if paused else self._tried).append(meter)
+            if not paused:
+                self._tried_peak = max(self._tried_peak, (self._backend.allocated() or (0, 0))[1])
             return
         if not self._bare:
             self._copies = meter
@@ -143,7 +148,7 @@ class FirstSteps:
         """Measure steps with a plan, of which `number` is the first, and if `bare` is True also without offloading."""
         self.trying, self._first_trial, self._bare_trial = True, number, bare
         self.steps = number + TRIAL_STEPS - 1 - TIMED_TRIALS * (not bare)
-        self._tried, self._without = [], []
+        self._tried, self._without, self._tried_peak = [], [], 0
 
     def tried(self) -> Tried | None:
         """Return what the trial of a plan showed; None if it has not ended."""
@@ -152,7 +157,7 @@ class FirstSteps:
         for meter in (*self._tried, *self._without):
             meter.wait()
         least = min((meter.seconds() for meter in self._without), default=None)
-        return Tried(min(meter.seconds() for meter in self._tried), least)
+        return Tried(min(meter.seconds() for meter in self._tried), least, self._tried_peak)
 
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""

@@ -8,15 +8,14 @@ of the microbatches in flight, and the gradients of stages that had a backward; 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from ..device.base import Backend, StreamEvent, current_stream
-from ..engine.passes import Pass
+from ..engine.passes import ModelPass
 from ..engine.statistics import Counters
 from ..model.tuning.metering import Border, Meter
 from ..schedule.costs import LayerCost, Saved
@@ -68,10 +67,10 @@ class StepMeter(Meter):
         self._standing = standing or {}
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = 0
-        self._running: tuple[int, Kind, int] | None = None  # the group whose end comes next
+        self._group: tuple[Hashable, Kind, int] | None = None  # the group whose end comes next
         self._settled = True  # no gradients are being allocated
         # By stage, kind and group: bytes allocated for a time in the gap before it (False), and in it.
-        self.temporaries: dict[tuple[int, Kind, int, bool], int] = defaultdict(int)
+        self.temporaries: dict[tuple[Hashable, Kind, int, bool], int] = defaultdict(int)
         begun = backend.record_timed(current_stream(backend))
         self.borders.append(Border(Kind.FORWARD, -1, False, begun, backend.host_time()))
         self._marks: dict[Step, list[_Mark]] = defaultdict(list)
@@ -127,14 +126,14 @@ class StepMeter(Meter):
         self._border(owner, kind, layer, ends=True)
 
     def _border(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
-        if not self._standing or not isinstance(owner, Pass) or owner.model not in self._standing:
+        if not self._standing or not isinstance(owner, ModelPass) or owner.model not in self._standing:
             return
         group = owner.model, kind, layer
-        if ends and group != self._running:  # it ended where the next one began
+        if ends and group != self._group:  # it ended where the next one began
             return
         self._take_memory()
         self.temporaries[(*group, ends)] = max(self.temporaries[(*group, ends)], self._temporary)
-        self._running, self._between, self._temporary = None if ends else group, ends, 0
+        self._group, self._between, self._temporary = None if ends else group, ends, 0
 
     def passed(self) -> bool:
         """Return whether the device has passed all marks and copies."""

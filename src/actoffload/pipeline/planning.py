@@ -1,9 +1,11 @@
 """From what the ranks exchanged to the plans of all of them; every rank makes the same.
 
 `[Note: trial of the plans]`  The first steps measure groups and copies, each for itself.  Whether a whole step takes as
-long as was simulated for them is known only when it has run.  So the plans are tried.  If plans that should cost
-nothing cost time in the trial, nothing is offloaded.  Where memory or the arguments ask for a cost, they are kept.
-Every rank decides from the same numbers, and so the same.
+long as was simulated for them, and no more memory, is known only when it has run.  So the plans are tried.  If a rank
+takes more memory than its limit, plans for as much less are tried.  If plans that should cost nothing cost time in the
+trial, nothing is offloaded.  Where memory or the arguments ask for a cost, whole replay of all groups is tried too, as
+activation checkpointing would run them, and the faster plans are kept.  Every rank decides from the same numbers, and
+so the same.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
+from typing import NamedTuple
 
 from ..planner import Variant, plan_pipeline
+from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.timeline import milliseconds, size
@@ -21,15 +26,19 @@ from .exchange import Measured, Tried
 __all__ = [
     "Limits",
     "Plans",
+    "Trial",
+    "Verdict",
     "act",
-    "after_trial",
     "costs_time",
     "decision",
+    "judge",
     "plans_of",
     "variants_of",
 ]
 
 FREE = 0.01  # of the time of a step
+NEAR = 0.1  # part by which whole replay may be predicted to be slower than tried plans, and is tried
+TRIES = 3  # plans of a kind that are tried because those before took more than a limit
 
 Plans = tuple[PipelinePlan, ...]
 """Of all ranks, in order."""
@@ -102,15 +111,116 @@ def decision(plans: Plans) -> str:
 # Trials
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Plans that all ranks have tried."""
+
+    plans: Plans
+    seconds: float  # of a step
+    without: float | None  # of a step without offloading, where all ranks have room for it
+    peaks: tuple[int, ...]  # bytes of device memory of each rank; 0 where they are not known
+    whole: bool  # every group is replayed as a whole
+
+    @staticmethod
+    def of(plans: Plans, tried: Sequence[Tried], *, whole: bool) -> Trial:
+        """Return the trial of plans by what all ranks of one pipeline after the other know of it."""
+        ranks = len(plans)
+        return Trial(
+            plans,
+            max(each.seconds for each in tried),
+            max((each.without for each in tried if each.without is not None), default=None),
+            tuple(max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)),
+            whole,
+        )
+
+    def excess(self) -> list[int]:
+        """Return the bytes by which each rank took more than was predicted."""
+        return [max(peak - (plan.peak_bytes or peak), 0) for peak, plan in zip(self.peaks, self.plans, strict=True)]
+
+    def exceeds(self, measured: Sequence[Measured]) -> int:
+        """Return the most bytes by which a rank exceeded its limit, or its predicted peak if that is larger."""
+        limits = [max(each.limit or inf, plan.peak_bytes or 0) for each, plan in zip(measured, self.plans, strict=True)]
+        return round(max(max(peak - limit, 0) for peak, limit in zip(self.peaks, limits, strict=True)))
+
+
+class Verdict(NamedTuple):
+    """What follows from trials: plans to try next, whether with whole replay, or those to keep."""
+
+    plans: Plans
+    whole: bool = False
+    final: bool = False
+
+
 def act(plans: Plans) -> bool:
     """Return whether a rank offloads or recomputes anything."""
     return any(plan.transfers or plan.saves for plan in plans)
 
 
-def after_trial(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured], limits: Limits) -> Plans:
-    """Return what to keep after all ranks have tried their plans: these, or those that offload nothing."""
-    seconds = max(each.seconds for each in tried)
-    without = max((each.without for each in tried if each.without is not None), default=None)
+def judge(trials: Sequence[Trial], measured: Sequence[Measured], limits: Limits) -> Verdict:
+    """Return the plans to try next, or those to keep; see [Note: trial of the plans]."""
+    first, last, known = trials[0], trials[-1], [trial.plans for trial in trials]
+    alike = [trial for trial in trials if trial.whole == last.whole]
+    if last.exceeds(measured) and len(alike) < TRIES:
+        smaller = _less(measured, alike)
+        found = whole_replay(smaller, limits) if last.whole else plans_of(smaller, limits)
+        if found and not _exceed(found, smaller) and not _among(found, known):
+            return Verdict(found, last.whole)
+    seconds = min((trial.seconds for trial in trials if not trial.exceeds(measured)), default=inf)
+    if not any(trial.whole for trial in trials):
+        whole = whole_replay(measured, limits)
+        near = seconds >= (1 - NEAR) * max((plan.seconds or 0.0 for plan in whole), default=inf)
+        if near and not _exceed(whole, measured) and not _among(whole, known):
+            return Verdict(whole, whole=True)
+    best = min(trials, key=lambda trial: (trial.exceeds(measured), trial.seconds))
+    if not best.whole:
+        return Verdict(_after_trial(best, measured, limits), final=True)
+    others = min(trial.seconds for trial in trials if not trial.whole)
+    because = f"Every group is recomputed: a step takes {milliseconds(best.seconds)}, with another plan "
+    baseline, because = first.plans[0].baseline_seconds, f"{because}{milliseconds(others)}."
+    plans = (replace(p, seconds=best.seconds, baseline_seconds=baseline, because=because) for p in best.plans)
+    return Verdict(tuple(plans), final=True)
+
+
+def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
+    """Return plans in which every group is replayed as a whole, and offloaded only if a rank would exceed its memory.
+
+    There are none where recomputation was not measured.
+    """
+    variants = variants_of(measured)
+    ways = {
+        (stage, group): len(found) - 1
+        for stage, groups in variants.items()
+        for group, found in enumerate(groups)
+        if len(found) > 1
+    }
+    if not ways:
+        return ()
+    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
+    plain = [costs[stage] for stage in sorted(costs)]
+    cost, saves = recomputed(plain, variants, ways), saved_by(plain, variants, ways)
+    again = [replace(each, costs={stage: cost[stage] for stage in each.costs}, again=None) for each in measured]
+    plans = plans_of(again, replace(limits, fraction=0.0, delta_bytes_per_rank=None))
+    return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
+
+
+def _among(plans: Plans, others: Sequence[Plans]) -> bool:
+    """Return whether plans do the same as others."""
+    return any(
+        all(a.transfers == b.transfers and a.saves == b.saves for a, b in zip(plans, each, strict=True))
+        for each in others
+    )
+
+
+def _less(measured: Sequence[Measured], trials: Sequence[Trial]) -> list[Measured]:
+    """Return what was measured, with limits that are lower by what tried plans took beyond their prediction."""
+    excess = [max(most) for most in zip(*(trial.excess() for trial in trials), strict=True)]
+    pairs = zip(measured, excess, strict=True)
+    return [each if each.limit is None else replace(each, limit=each.limit - more) for each, more in pairs]
+
+
+def _after_trial(trial: Trial, measured: Sequence[Measured], limits: Limits) -> Plans:
+    """Return what to keep after a trial: its plans, or those that offload nothing."""
+    plans, seconds, without = trial.plans, trial.seconds, trial.without
     planned = max(plan.seconds or 0.0 for plan in plans)
     expected = planned * (1 + FREE) if without is None else (_expected(plans) + FREE) * without
     if seconds <= expected:

@@ -19,10 +19,10 @@ from ..report.ranks import PipelineReport
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
-from .exchange import Exchange, Measured, Settings, agreed, disagreement
+from .exchange import Exchange, Measured, Settings, Tried, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import actions_of, runs_backward, unfollow
-from .planning import Limits, Plans, act, after_trial, costs_time, decision, plans_of
+from .planning import Limits, Plans, Trial, act, costs_time, decision, judge, plans_of
 from .stages import RankStage, replicas_of
 
 __all__ = ["Runner"]
@@ -64,6 +64,8 @@ class Runner:
         self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
         self._measured_again = 0  # times that recomputation was measured
+        self._trials: list[Trial] = []
+        self._whole = False  # the plans that are tried replay everything as a whole
         self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
         self._peak = 0  # the same in the latest step in which all groups were followed
@@ -116,7 +118,7 @@ class Runner:
             tried = [each for ranks in self._exchange.gather(self._script.tried()) for each in ranks]
             known = [each for each in tried if each is not None]
             if len(known) == len(tried):
-                self._keep(after_trial(self.plans, known, self._measured, self._limits))
+                self._judge(known)
         elif not self.plans and self.number > self._script.steps:
             found = agreed(self._exchange.gather(self._script.measured(self.rank)))
             if found is not None:
@@ -151,6 +153,17 @@ class Runner:
             self._script.try_plan(self.number, bare=all(each.bare for each in measured))
         else:
             self._keep(plans)
+
+    def _judge(self, tried: Sequence[Tried]) -> None:
+        """Keep plans, or try others; see [Note: trial of the plans]."""
+        self._trials.append(Trial.of(self.plans, tried, whole=self._whole))
+        verdict = judge(self._trials, self._measured, self._limits)
+        if verdict.final:
+            self._keep(verdict.plans)
+            return
+        self._whole = verdict.whole
+        self._follow(verdict.plans)
+        self._script.try_plan(self.number, bare=False)
 
     def _keep(self, plans: Plans) -> None:
         """Follow the plans that are final."""
