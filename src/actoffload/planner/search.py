@@ -1,21 +1,19 @@
 """Search the plan of a model: the fastest within a limit of memory.
 
-Without a limit, or if everything fits, nothing is offloaded and nothing recomputed.  Otherwise the way of each group is
-searched, and which groups are offloaded.  Blocks are alike, so the search is for numbers of groups first: it begins
-with the best plan in which all groups run in the same way, and changes as many groups as makes the plan better, first
-half of them, at last single ones: the first, the last, or some at equal distances.  Then single groups are changed by
-simulated annealing.  Near the smallest possible peak a plan in which each group runs in its own way is up to 4 % faster
-than the best one that counts groups.  The few best plans are simulated.
+Without a limit, or if everything fits, nothing is offloaded and nothing recomputed.  Otherwise groups are recomputed in
+steps, the cheapest bytes first, and for each number of steps as few groups are offloaded as the limit asks for.  The
+step is fastest for some number of steps, which is searched; all groups in one way, as far as whole replay of
+everything, are among the candidates.  Blocks are alike, so which of them come first is tried, too.  At last single
+groups are changed as long as that makes the step shorter.  The few best plans are simulated.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
 from ..schedule.costs import Link
@@ -24,19 +22,18 @@ from ..schedule.simulate import simulate
 from ..schedule.timeline import Simulation, size
 from .group_plan import GroupPlan
 from .placement import Alone, Placement, Profile, place
-from .variants import Variant
+from .variants import Variant, upgrades
 
 __all__ = ["choose", "frontier"]
 
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
+EXTENTS = 6  # steps of a sequence that are tried at first
+REFINED = 5  # sequences that are searched between them
 QUICK, FEW, SOME = 2, 4, 16  # numbers of offloaded groups that are tried for one limit
 TRIES, MOST_TRIES = 80, 400  # choices of ways that are tried: for many groups, for few
 WORK = 8000  # choices times groups, between them
 NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 FINAL = 2  # of them for which a plan is simulated
-CHANGES, MOST_CHANGES = 800_000, 5000  # placements times the square of the number of groups; placements
-HOT, COLD = 0.006, 0.0001  # temperature at first and at last, as a part of the time of a step
-PENALTY = 20.0  # times the time for copying the bytes above the limit
 
 LEANEST = "This is about the smallest peak that a plan reaches."
 FASTEST = "This is the fastest plan that was found with at most this peak."
@@ -45,13 +42,6 @@ Ways: TypeAlias = tuple[int, ...]
 """For each group the position of its way."""
 Rank: TypeAlias = tuple[bool, float]
 """Whether the limit is exceeded; then the peak, otherwise the time."""
-
-
-class _Choice(NamedTuple):
-    """How each group runs: the position of its way, and whether it is offloaded."""
-
-    ways: Ways
-    offloaded: tuple[bool, ...]
 
 
 def choose(
@@ -240,24 +230,18 @@ class _Search:
         baseline = self.keep.seconds
         quick = self._counted(self._plain, quick=True)
         free = quick.peak_bytes <= self.limit and quick.seconds <= baseline
-        choices = [self._plain] if free else _Choices(self.groups, self._counted, self.limit).best()
-        plan, ways, fits = None, self._plain, False
+        choices = [self._plain] if free else _Greedy(self.groups, self._counted, self.limit).best()
+        plan, fits = None, False
         for ways_ in choices:
             # Placement leaves out what the host delays inside of a group; the next is taken if that matters.
             found, result = self._described(ways_, self._leaner(ways_, self._counted(ways_)).plan())
             if plan is None or result.device_peak_bytes < (plan.peak_bytes or 0):
-                plan, ways, fits = found, ways_, result.device_peak_bytes <= self.limit
+                plan, fits = found, result.device_peak_bytes <= self.limit
             if fits:
                 break
         assert plan is not None
         if not fits:
             return self._about_as_lean(plan)
-        if (plan.seconds or 0.0) <= baseline:
-            return plan
-        for choice in self._changed_one_by_one(ways):
-            found, result = self._described(choice.ways, self._placement(choice).plan())
-            if result.device_peak_bytes <= self.limit and result.step_time < (plan.seconds or inf):
-                return found
         return plan
 
     def _about_as_lean(self, leanest: GroupPlan) -> GroupPlan:
@@ -282,8 +266,10 @@ class _Search:
         numbers = [*range(least, len(leanest))[: QUICK if quick else FEW]]
         if not quick:
             numbers += range(least, len(leanest), max(1, len(leanest) // SOME))
-        for number in dict.fromkeys(numbers):
-            placement = self._place(profile, profile.movable[:number], allowed)
+        largest = sorted(profile.movable, key=lambda k: -profile.nbytes[k])
+        sets = [frozenset(order[:number]) for number in dict.fromkeys(numbers) for order in (profile.movable, largest)]
+        for offloaded in dict.fromkeys(sets):
+            placement = self._place(profile, offloaded, allowed)
             if placement.peak_bytes <= self.limit and placement.seconds < min(allowed, inf):
                 found, allowed = placement, placement.seconds * (1 - ROUNDING)
         if found is not None:
@@ -309,10 +295,6 @@ class _Search:
             low, best = (middle, best) if lean is None else (low, lean)
         return best
 
-    def _placement(self, choice: _Choice) -> Placement:
-        profile = self._profile(choice.ways)
-        return self._place(profile, [k for k in profile.movable if choice.offloaded[k]])
-
     def _described(self, ways: Ways, plan: Plan) -> tuple[GroupPlan, Simulation]:
         """Return a plan with what is expected of it, and its simulation."""
         taken = [group[k] for group, k in zip(self.groups, ways, strict=True)]
@@ -335,65 +317,14 @@ class _Search:
             )
         return found, result
 
-    # Annealing
 
-    def _changed_one_by_one(self, ways: Ways) -> list[_Choice]:
-        """Return the fastest few choices within the limit that were found by changing single groups, the best first.
-
-        A change that makes the step longer is taken with a probability that falls from change to change
-        (S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, "Optimization by Simulated Annealing", Science 220, 1983).  The
-        random numbers are the same each time.
-        """
-        rate, step_seconds = min(self.link.d2h, self.link.h2d), self.keep.seconds
-        known: dict[_Choice, tuple[float, bool]] = {}
-
-        def cost(choice: _Choice) -> float:
-            if choice not in known:
-                placement = self._placement(choice)
-                excess = max(placement.peak_bytes - self.limit, 0.0)
-                known[choice] = placement.seconds + PENALTY * excess / rate, not excess
-            return known[choice][0]
-
-        released = self._counted(ways, quick=True).released
-        now = _Choice(ways, tuple(k in released for k in range(len(ways))))
-        rng, seconds, counts = random.Random(0), cost(now), [len(group) for group in self.groups]
-        tries = min(CHANGES // len(counts) ** 2, MOST_CHANGES)
-        for k in range(tries):
-            temperature = step_seconds * HOT * (COLD / HOT) ** (k / tries)
-            other = _changed(now, counts, rng)
-            then = cost(other)
-            if then <= seconds or (temperature and rng.random() < math.exp((seconds - then) / temperature)):
-                now, seconds = other, then
-        fitting = [choice for choice, (_, fits) in known.items() if fits]
-        return sorted(fitting, key=cost)[:FINAL]
-
-
-def _changed(choice: _Choice, counts: Sequence[int], rng: random.Random) -> _Choice:
-    """Return a choice in which one group runs in another way, or two groups have changed places."""
-    ways, offloaded = list(choice.ways), list(choice.offloaded)
-    one, other = rng.randrange(len(counts)), rng.randrange(len(counts))
-    kind = rng.random()
-    if kind < 0.2:
-        ways[one] = rng.randrange(counts[one])
-    elif kind < 0.4:
-        ways[one] = min(max(ways[one] + rng.choice((-2, -1, 1, 2)), 0), counts[one] - 1)
-    elif kind < 0.6:
-        offloaded[one] = not offloaded[one]
-    else:
-        ways[one], ways[other] = min(ways[other], counts[one] - 1), min(ways[one], counts[other] - 1)
-        offloaded[one], offloaded[other] = offloaded[other], offloaded[one]
-    return _Choice(tuple(ways), tuple(offloaded))
-
-
-class _Choices:
-    """Searches how many groups run in which way."""
+class _Greedy:
+    """Searches the ways of all groups: the cheapest bytes first, as many as make the step fastest."""
 
     def __init__(self, groups: Sequence[Sequence[Variant]], counted: Callable[..., Placement], limit: float) -> None:
         self._groups, self._counted, self._limit = groups, counted, limit
-        # Backward begins with the last group, which is seldom worth recomputing.
-        self._may = [k for k in range(len(groups) - 1) if len(groups[k]) > 1]
         self._known: dict[Ways, Rank] = {}
-        self._tries = min(max(WORK // max(len(groups), 1), TRIES), MOST_TRIES)
+        self._tries = min(max(WORK // len(groups), TRIES), MOST_TRIES)
 
     def _rank(self, ways: Ways) -> Rank:
         if ways not in self._known:
@@ -404,34 +335,55 @@ class _Choices:
 
     def best(self) -> list[Ways]:
         """Return the best few, the best one first."""
-        most = max(len(group) for group in self._groups)
-        alike = [self._with((0,) * len(self._groups), self._may, way) for way in range(most)]
-        best = min(alike, key=self._rank)
-        number = max(len(self._may) // 2, 1)
-        while number and len(self._known) < self._tries:
-            better = next((found for found in self._near(best, number) if self._rank(found) < self._rank(best)), None)
-            if better is None:
-                number //= 2
-            else:
-                best = better
+        sequences = [steps for order in _orders(len(self._groups)) for steps in self._sequences(order)]
+        found = []
+        for number, steps in enumerate(sequences):
+            stride = max(len(steps) // EXTENTS, 1)
+            place = min((*range(0, len(steps), stride), len(steps) - 1), key=lambda k: self._rank(steps[k]))
+            found.append((self._rank(steps[place]), number, place, stride))
+        for _, number, place, stride in sorted(found)[:REFINED]:
+            self._refine(sequences[number], place, stride)
+        self._improve(min(self._known, key=self._rank))
         return sorted(self._known, key=self._rank)[:FINAL]
 
-    def _near(self, ways: Ways, number: int) -> Iterator[Ways]:
-        """Yield choices in which a number of groups that run in one way run in another one."""
-        most = max(len(group) for group in self._groups)
-        for way in sorted({ways[k] for k in self._may}, key=lambda way: -sum(way == other for other in ways)):
-            same = [k for k in self._may if ways[k] == way]
-            count = min(number, len(same))
-            spread = tuple(same[(k + 1) * len(same) // count - 1] for k in range(count))
-            for other in sorted((other for other in range(most) if other != way), key=lambda other: abs(other - way)):
-                for some in dict.fromkeys((tuple(same[-number:]), spread, tuple(same[:number]))):
-                    found = self._with(ways, some, other)
-                    if len(self._known) < self._tries or found in self._known:
-                        yield found
+    def _sequences(self, order: Sequence[int]) -> Iterator[list[Ways]]:
+        """Yield choices from no replay to the most: by any of the ways, and by one of them alone."""
+        for most in range(max(map(len, self._groups))):
+            groups = [(group[0], group[min(most, len(group) - 1)]) if most else group for group in self._groups]
+            steps = []
+            for ways in upgrades({0: groups}, [0], order):
+                chosen = [ways.get((0, k), 0) for k in range(len(groups))]
+                if most:
+                    pairs = zip(chosen, self._groups, strict=True)
+                    chosen = [min(most, len(group) - 1) if way else 0 for way, group in pairs]
+                steps.append(tuple(chosen))
+            yield steps
 
-    def _with(self, ways: Ways, groups: Sequence[int], way: int) -> Ways:
-        """Return a choice in which some groups run in another way, or the leanest one if they have fewer."""
-        found = list(ways)
-        for k in groups:
-            found[k] = min(way, len(self._groups[k]) - 1)
-        return tuple(found)
+    def _refine(self, steps: Sequence[Ways], place: int, stride: int) -> None:
+        """Search between steps that were tried, around the best of them."""
+        while stride > 1:
+            stride //= 2
+            near = (place, place - stride, place + stride)
+            place = min((k for k in near if 0 <= k < len(steps)), key=lambda k: self._rank(steps[k]))
+
+    def _improve(self, best: Ways) -> None:
+        """Change single groups as long as that makes the step shorter."""
+        improved = True
+        while improved:
+            improved = False
+            for group in range(len(best)):
+                for way in (best[group] - 1, best[group] + 1):
+                    if not 0 <= way < len(self._groups[group]):
+                        continue
+                    if len(self._known) >= self._tries:
+                        return
+                    other = (*best[:group], way, *best[group + 1 :])
+                    if self._rank(other) < self._rank(best):
+                        best, improved = other, True
+
+
+def _orders(count: int) -> list[list[int]]:
+    """Return orders of groups that cost the same: from the last, from the first, and at about equal distances."""
+    bits = max(count - 1, 1).bit_length()
+    spread = sorted(range(count), key=lambda k: int(f"{k:0{bits}b}"[::-1], 2))
+    return [list(reversed(range(count))), list(range(count)), spread]

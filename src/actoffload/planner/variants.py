@@ -260,14 +260,20 @@ class _Upgrade(NamedTuple):
     way: int
 
 
-def upgrades(variants: StageVariants, stages: Iterable[int]) -> list[dict[tuple[int, int], int]]:
-    """Return ways to run the groups of some stages, from no recomputation to the most, the cheapest bytes first."""
+def upgrades(
+    variants: StageVariants, stages: Iterable[int], order: Sequence[int] = ()
+) -> list[dict[tuple[int, int], int]]:
+    """Return ways to run the groups of some stages, from no recomputation to the most, the cheapest bytes first.
+
+    Of groups that cost the same the one comes first that does in the order, or else in the stage.
+    """
+    rank = {group: k for k, group in enumerate(order)}
     steps: list[_Upgrade] = []
     for stage in sorted(set(stages) & set(variants)):
         for group, ways in enumerate(variants[stage]):
             steps += _worthwhile(stage, group, [way.cost for way in ways])
     found: list[dict[tuple[int, int], int]] = [{}]
-    for step in sorted(steps):
+    for step in sorted(steps, key=lambda step: (step.price, step.stage, rank.get(step.group, step.group), step.way)):
         found.append({**found[-1], (step.stage, step.group): step.way})
     return found
 
