@@ -558,16 +558,17 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
     handle.remove()
 
 
-def test_whole_replay_is_tried_and_kept_where_it_is_faster():
+@pytest.mark.parametrize("link", [SAVED / 4, 2 * SAVED], ids=["a plan that costs time", "one that should be free"])
+def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
     """Compute takes half as long again in steps that copy, which no measured group shows."""
-    device = Timed(SAVED / 4, SAVED / 4, memory=2**20)
+    device = Timed(link, link, memory=2**20)
 
     def module(stage: int) -> nn.Module:
         return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
 
     schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
     with use(device):
-        handle = offload(schedule, min_bytes=64, memory_budget=6 * SAVED)
+        handle = offload(schedule, min_bytes=64, memory_budget=(6 if link < SAVED else 10) * SAVED)
     device.slow = lambda: 1.5 if handle.plan is not None and handle.plan.transfers else 1.0
     tried, seconds = [], []
     for _ in range(20):
@@ -584,5 +585,5 @@ def test_whole_replay_is_tried_and_kept_where_it_is_faster():
     assert handle.plan.saves == {0: (None, (), (), ())}  # the first group saves nothing
     assert handle.plan.because.startswith("Every group is recomputed: a step takes")
     assert handle.plan.seconds == pytest.approx(seconds[-1])
-    assert handle.plan.peak_bytes <= 6 * SAVED
+    assert handle.plan.peak_bytes <= 10 * SAVED
     handle.remove()

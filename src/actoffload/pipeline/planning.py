@@ -31,6 +31,7 @@ __all__ = [
     "act",
     "costs_time",
     "decision",
+    "is_slow",
     "judge",
     "plans_of",
     "variants_of",
@@ -179,6 +180,12 @@ def judge(trials: Sequence[Trial], measured: Sequence[Measured], limits: Limits)
     baseline, because = first.plans[0].baseline_seconds, f"{because}{milliseconds(others)}."
     plans = (replace(p, seconds=best.seconds, baseline_seconds=baseline, because=because) for p in best.plans)
     return Verdict(tuple(plans), final=True)
+
+
+def is_slow(trial: Trial, measured: Sequence[Measured]) -> bool:
+    """Return whether plans that ranks need for their memory took clearly longer than predicted."""
+    planned = max(plan.seconds or 0.0 for plan in trial.plans)
+    return trial.seconds > (1 + NEAR) * planned and not all(each.bare for each in measured)
 
 
 def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:

@@ -22,7 +22,7 @@ from .conductor import Conductor
 from .exchange import Exchange, Measured, Settings, Tried, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import actions_of, runs_backward, unfollow
-from .planning import Limits, Plans, Trial, act, costs_time, decision, judge, plans_of
+from .planning import Limits, Plans, Trial, act, costs_time, decision, is_slow, judge, plans_of
 from .stages import RankStage, replicas_of
 
 __all__ = ["Runner"]
@@ -143,20 +143,34 @@ class Runner:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
         plans = plans_of(measured, self._limits)
-        # All ranks decide by what all of them know; where groups come and go, what was measured is of no use.
-        wanted = self._limits.may_recompute and any(each.again is None for each in measured)
-        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, plans):
-            self._measured_again += 1
-            self._script.again(self._mine, self.number)
+        if self._may_measure_again and costs_time(measured, plans):
+            self._measure_again()
         elif act(plans) and self.conductor.engine.backend.times:
             self._follow(plans)
             self._script.try_plan(self.number, bare=all(each.bare for each in measured))
         else:
             self._keep(plans)
 
+    @property
+    def _may_measure_again(self) -> bool:
+        """Whether recomputation may be measured and was not; all ranks decide by what all of them know."""
+        wanted = self._limits.may_recompute and any(each.again is None for each in self._measured)
+        # Where groups come and go, what was measured is of no use.
+        return wanted and self._measured_again < MOST_AGAIN
+
+    def _measure_again(self) -> None:
+        """Measure recomputation in the next steps, in which no plan is followed."""
+        self._measured_again += 1
+        self.plans, self._trials, self._script.trying = (), [], False
+        self.conductor.follow(None)
+        self._script.again(self._mine, self.number)
+
     def _judge(self, tried: Sequence[Tried]) -> None:
         """Keep plans, or try others; see [Note: trial of the plans]."""
         self._trials.append(Trial.of(self.plans, tried, whole=self._whole))
+        if self._may_measure_again and is_slow(self._trials[-1], self._measured):
+            self._measure_again()
+            return
         verdict = judge(self._trials, self._measured, self._limits)
         if verdict.final:
             self._keep(verdict.plans)
