@@ -42,7 +42,7 @@ CASES = {  # memory in MiB, rate of the link, whether groups may be recomputed: 
     "fits, without replay": (100, 1e7, False, [*FIRST, "BARE"], 0, 0),
     "copies are free": (16, 1e7, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 6, 0),
     "copies are free, without replay": (16, 1e7, False, [*FIRST, "PLAN", "PLAN"], 6, 0),
-    "copies are slow": (16, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 6),
+    "copies are slow": (16, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 5),
     "copies are slow, without replay": (16, 1e5, False, [*FIRST, "PLAN", "PLAN"], 5, 0),
     "as a checkpoint is tried": (8, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 7),
 }
