@@ -63,7 +63,7 @@ class StepMeter(Meter):
     keeps_busy = False  # other ranks would wait
 
     def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
-        super().__init__(backend, counters, memory=standing is not None)
+        super().__init__(backend, counters, memory=bool(standing))
         self._standing = standing or {}
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = 0
