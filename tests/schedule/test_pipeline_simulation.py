@@ -284,3 +284,17 @@ def test_a_table_by_rank() -> None:
     text = str(simulate_pipeline(looped_bfs(2, 2), [STAGE] * 4, FAST))
     assert text.splitlines()[0] == "step 15000.00 ms, 1.000 x no offload"
     assert text.splitlines()[2].split() == ["rank", "peak", "without", "peak", "offloaded", "stalled", "bubbles"]
+
+
+def test_outputs_that_are_returned_and_gradients_stay_until_the_step_ends() -> None:
+    """Two forwards and two backwards; a forward saves 100 bytes and returns 10, the first backward makes 1000."""
+    stage = StageCost(STAGE.groups, output_bytes=10, gradient_bytes=(1000,), other_bytes=7)
+    (rank,) = simulate_pipeline(gpipe(1, 2), [stage], Link(1.0, 1.0)).ranks
+    assert rank.device_peak_bytes == 7 + 100 + 20 + 1000  # behind the first backward
+    less = replace(stage, gradient_bytes=(50,))
+    (rank,) = simulate_pipeline(gpipe(1, 2), [less], Link(1.0, 1.0)).ranks
+    assert rank.device_peak_bytes == 7 + 200 + 20  # before it
+    (rank,) = simulate_pipeline(one_f_one_b(1, 2), [less], Link(1.0, 1.0)).ranks
+    assert rank.device_peak_bytes == 7 + 100 + 20 + 50
+    with pytest.raises(ValueError, match="There are 2 gradients for 1 groups"):
+        replace(stage, gradient_bytes=(1, 2))
