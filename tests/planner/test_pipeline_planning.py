@@ -71,11 +71,6 @@ def test_moments_by_hand() -> None:
     assert placement.needs == [100, 200, 100, 200, 300, 200, 300, 200, 100, 200, 100, 0]
     plan = PipelinePlan(0, order, {0: ("a", "b")}, placement.transfers())
     assert placement.actions() == plan.actions
-    kept = placement.copy()
-    kept.trim(300)
-    assert kept.needs == placement.needs
-    kept.trim(400)
-    assert (kept.needs, kept.placed) == (profile.needs, {})
 
 
 def test_a_limit_releases_earlier_and_reloads_later() -> None:
@@ -107,28 +102,24 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
         chosen = [k for k in range(len(profile.candidates)) if data.draw(st.booleans())]
         limit = data.draw(st.sampled_from([float("inf"), profile.peak_bytes // 2, 0]))
         placement = place_rank(profile, chosen, chosen if data.draw(st.booleans()) else (), limit)
-        for trim in (False, True):
-            if trim:
-                before = placement.peak_bytes
-                placement.trim(data.draw(st.integers(before, before + 100)))
-            mine = sorted({step.stage for step in order})
-            plan = PipelinePlan(
-                number,
-                order,
-                {stage: tuple(map(str, range(len(stages[stage].groups)))) for stage in mine},
-                placement.transfers(),
-                {stage: bool(stages[stage].splits) for stage in mine},
-            )
-            actions = [{} for _ in orders]
-            actions[number] = placement.actions()
-            assert actions[number] == plan.actions
-            found = pipeline.run(actions)[number]
-            assert placement.peak_bytes == found.device_peak_bytes <= profile.peak_bytes
-            for transfer in plan.transfers.values():
-                assert transfer.release < transfer.reload
-                for moment in filter(None, (transfer.release, transfer.reload, transfer.reload_again)):
-                    weight = order[moment.step].computation.value == "W" and plan.splits[order[moment.step].stage]
-                    assert not weight or moment in (Moment(moment.step, 0), plan.end(moment.step))
+        mine = sorted({step.stage for step in order})
+        plan = PipelinePlan(
+            number,
+            order,
+            {stage: tuple(map(str, range(len(stages[stage].groups)))) for stage in mine},
+            placement.transfers(),
+            {stage: bool(stages[stage].splits) for stage in mine},
+        )
+        actions = [{} for _ in orders]
+        actions[number] = placement.actions()
+        assert actions[number] == plan.actions
+        found = pipeline.run(actions)[number]
+        assert placement.peak_bytes == found.device_peak_bytes <= profile.peak_bytes
+        for transfer in plan.transfers.values():
+            assert transfer.release < transfer.reload
+            for moment in filter(None, (transfer.release, transfer.reload, transfer.reload_again)):
+                weight = order[moment.step].computation.value == "W" and plan.splits[order[moment.step].stage]
+                assert not weight or moment in (Moment(moment.step, 0), plan.end(moment.step))
 
 
 @given(st.data())

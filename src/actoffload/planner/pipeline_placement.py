@@ -141,11 +141,6 @@ class RankPlacement:
         """Largest number of bytes on the device."""
         return max(self.needs, default=0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are offloaded."""
-        return sum(self.profile.candidates[k].nbytes for k in self.placed)
-
     def transfers(self) -> dict[Chunk, Transfer]:
         """Return what a plan needs."""
         moments, candidates = self.profile.moments, self.profile.candidates
@@ -172,10 +167,6 @@ class RankPlacement:
                 )
         return actions_at(calls)
 
-    def copy(self) -> RankPlacement:
-        """Return a placement that can be changed without changing this one."""
-        return RankPlacement(self.profile, list(self.needs), dict(self.placed))
-
     def add(self, nbytes: int, start: int, stop: int) -> None:
         """Count bytes from one moment to another."""
         needs = self.needs
@@ -191,23 +182,6 @@ class RankPlacement:
             self.add(candidate.nbytes - candidate.times.again_bytes, candidate.trimmed, candidate.gone)
         if again >= 0:
             self.add(candidate.times.again_bytes, candidate.trimmed, again)
-
-    def trim(self, limit: int) -> None:
-        """Keep all that need not be offloaded for a peak within a limit, the chunks that are idle longest last."""
-        when, candidates = self.profile.when, self.profile.candidates
-        idle = {k: when[reload] - when[release] for k, (release, reload, _) in self.placed.items()}
-        for k in sorted(self.placed, key=lambda k: (idle[k], k)):
-            candidate, (release, reload, again) = candidates[k], self.placed[k]
-            if max(self.needs[release:reload], default=0) + candidate.nbytes > limit:
-                continue
-            if candidate.split:
-                more = candidate.nbytes - candidate.times.again_bytes
-                until = max(again, candidate.trimmed)
-                if max(self.needs[candidate.trimmed : until], default=0) + candidate.nbytes > limit:
-                    continue
-                if max(self.needs[until : candidate.gone], default=0) + more > limit:
-                    continue
-            self.remove(k)
 
 
 def place_rank(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -35,8 +37,8 @@ COSTS = "No plan of this rank"
 """How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
 
 
-TRIALS = 12
-"""Numbers of parts that are tried for a limit."""
+FEW, TRIALS = 3, 12
+"""Numbers of parts that are tried for a limit: the fewest that fit, and others."""
 
 
 def plan_pipeline(
@@ -170,32 +172,32 @@ class RankChoices:
         """The placement of all for which there is time."""
         return min(self._place(self._idle), key=lambda placement: placement.peak_bytes)
 
-    def reaching(self, limit: int) -> RankPlacement:
-        """Return `free` without what need not be offloaded for a peak within a limit."""
-        placement = self.free.copy()
-        placement.trim(max(limit, placement.peak_bytes))
-        return placement
-
     def within(
         self, limit: int, seconds: Callable[[RankPlacement], float], free: float
     ) -> tuple[RankPlacement, float] | None:
-        """Return the placement within a limit that takes the least time, and that time; None if none was found.
+        """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is about the one of the fewest bytes, which is tried first.
+        Of those that take at most `free` seconds it is the one of the fewest parts.
         """
-        found: tuple[RankPlacement, float] | None = None
-        count = len(self.parts)
-        for number in reversed(range(count, 0, -max(count // TRIALS, 1))):
-            for placement in self._place(self.parts[:number], limit):
-                if placement.peak_bytes > limit:
-                    continue
-                placement.trim(limit)
-                took = seconds(placement)
-                if found is None or took < found[1]:
-                    found = placement, took
-                if took <= free:
-                    return found
+        if self.profile.peak_bytes <= limit:
+            placement = RankPlacement(self.profile, list(self.profile.needs))
+            return placement, seconds(placement)
+        count, found = len(self.parts), None
+        least = bisect_left(range(1, count + 1), True, key=lambda number: self._smallest(number, limit) <= limit) + 1
+        numbers = (*range(least, least + FEW), *range(least + FEW, count, max(count // TRIALS, 1)), count)
+        placed = (self._place(self.parts[:number], limit) for number in dict.fromkeys(numbers) if number <= count)
+        for placement in chain(chain.from_iterable(placed), (self.free,)):
+            if placement.peak_bytes > limit:
+                continue
+            took = seconds(placement)
+            if found is None or took < found[1]:
+                found = placement, took
+            if took <= free:
+                return found
         return found
+
+    def _smallest(self, number: int, limit: int) -> int:
+        return min(placement.peak_bytes for placement in self._place(self.parts[:number], limit))
 
     def smallest(self) -> RankPlacement:
         """Return the placement with the smallest peak that can be had at any cost."""
@@ -259,10 +261,7 @@ class _Search:
 
     def _seconds(self, rank: int, budget: int) -> float:
         """Return the time of a step in which one rank keeps within its budget; infinite if it cannot."""
-        choices = self._choices(rank)
-        if choices.free.peak_bytes <= budget:
-            return self.seconds
-        found = choices.within(budget, partial(self._alone, rank), self.allowed)
+        found = self._choices(rank).within(budget, partial(self._alone, rank), self.allowed)
         return inf if found is None else found[1]
 
     def _alone(self, rank: int, placement: RankPlacement) -> float:
@@ -329,25 +328,16 @@ class _Search:
         """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
         found = self._nothing()
         for rank in sorted(ranks, key=lambda rank: -rank.free.peak_bytes):
-            placement = self._without_cost(rank, level)
-            if placement is None:
+            best = rank.within(level, partial(self._alone, rank.rank), self.allowed)
+            if best is None or best[1] > self.allowed:
                 return None
-            found[rank.rank] = placement, ""
+            found[rank.rank] = best[0], ""
         return found
-
-    def _without_cost(self, rank: RankChoices, limit: int) -> RankPlacement | None:
-        """Return the placement of a rank within a limit, or None if none without a cost in time is found."""
-        if rank.free.peak_bytes <= limit:
-            return rank.reaching(limit)
-        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed)
-        return found[0] if found is not None and found[1] <= self.allowed else None
 
     def _within(self, rank: RankChoices, budget: int) -> Chosen:
         """Return what a rank with a budget does, and why."""
         if self.knobs.given and rank.free.peak_bytes <= budget:
             return rank.free, ""
-        if rank.free.peak_bytes <= budget:
-            return rank.reaching(budget), ""
         found = rank.within(budget, partial(self._alone, rank.rank), self.allowed)
         if found is None:
             because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
