@@ -93,8 +93,13 @@ def name_of(arm: str) -> str:
 
 def by_job(results: Sequence[Row]) -> dict[str, list[Row]]:
     """Return the rows of each job, in the order of the page."""
-    found = {name: [row for row in results if row["job"] == name] for name in JOBS}
-    return {name: of_job for name, of_job in found.items() if of_job}
+    found: dict[str, list[Row]] = {}
+    for name, job in JOBS.items():
+        places = {arm: place for place, arm in enumerate(job.arms)}
+        of_job = [row for row in results if row["job"] == name]
+        if of_job:
+            found[name] = sorted(of_job, key=lambda row: places.get(row["arm"], len(places)))
+    return found
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -177,10 +182,15 @@ def notes(of_job: Sequence[Row]) -> list[str]:
 
 
 def origin(of_job: Sequence[Row]) -> str:
-    """Return a sentence about where, when and of which commit a job was measured."""
-    row = of_job[-1]
+    """Return a sentence about where, when and of which commit a job was measured, and one for arms of others."""
+    row = max(of_job, key=lambda each: each["date"])
     versions = ", ".join(f"{name} {row[name]}" for name in ("driver", "torch", "transformers") if row[name])
-    return f"Recorded on {row['date'][:10]} from commit `{row['commit'][:12]}`: {row['device']}, {versions}."
+    found = f"Recorded on {row['date'][:10]} from commit `{row['commit'][:12]}`: {row['device']}, {versions}."
+    others: dict[tuple[str, str], list[str]] = {}
+    for each in of_job:
+        if each["commit"] != row["commit"]:
+            others.setdefault((each["date"][:10], each["commit"][:12]), []).append(name_of(each["arm"]))
+    return found + "".join(f" {', '.join(arms)}: {date}, `{commit}`." for (date, commit), arms in others.items())
 
 
 def section(name: str, of_job: Sequence[Row]) -> str:

@@ -168,6 +168,6 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def merge(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Return earlier rows in which those of each job that was measured again are replaced."""
-    again = {(row["job"], row["memory_gb"]) for row in rows}
-    return [row for row in earlier if (row["job"], row["memory_gb"]) not in again] + list(rows)
+    """Return earlier rows in which those of each arm of a job that was measured again are replaced."""
+    again = {(row["job"], row["memory_gb"], row["arm"]) for row in rows}
+    return [row for row in earlier if (row["job"], row["memory_gb"], row["arm"]) not in again] + list(rows)

@@ -78,12 +78,13 @@ def test_an_arm_that_was_begun_and_not_ended_is_stopped(tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_that_is_measured_again_replaces_its_rows(tmp_path: Path) -> None:
+def test_an_arm_that_is_measured_again_replaces_its_rows(tmp_path: Path) -> None:
     old = rows.summarize([sample("none", [1.0]), sample("budget", [1.0]), sample("none", [1.0], job="T1")])
     old += rows.summarize([sample("offload", [1.0], job="context", tokens=1024, memory_gb=24.0)])
     new = rows.summarize([sample("none", [2.0]), sample("offload", [1.0], job="context", tokens=2048)])
     merged = rows.merge(old, new)
     assert [(row["job"], row["arm"], row["step_ms"], row["tokens"], row["memory_gb"]) for row in merged] == [
+        ("P8", "budget", "1000", "", ""),
         ("T1", "none", "1000", "", ""),
         ("context", "offload", "1000", "1024", "24"),
         ("P8", "none", "2000", "", ""),
