@@ -10,7 +10,6 @@ import torch
 from timed_device import Timed, TimedBlock, TimedModel, offload, stages, step
 from torch import nn
 
-from actoffload.device import ReferenceDevice
 from actoffload.model.tuning import script
 from actoffload.model.tuning.group_costs import measured_link, steady, without_hooks
 from actoffload.model.tuning.metering import Copy
@@ -188,30 +187,3 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
     assert seen[:4] == ["FIRST", "PLAIN", "LEAN", "BARE"], "operators of compiled groups are not known"
     assert all(cost.unpacks_at_once for each in found for cost in each)
     handle.remove()
-
-
-class SlowHost(Timed):
-    """The host takes twice as long for each operator as the device, which waits for it."""
-
-    def compute(self, seconds: float) -> None:
-        self.host += 2 * seconds
-        ReferenceDevice.compute(self, max(self.host - self.main.now, 0.0))
-        super().compute(seconds)
-
-    def occupy(self, seconds: float) -> None:
-        ReferenceDevice.compute(self, seconds)
-
-    def passed(self, event: Any) -> bool:
-        return event.time <= self.host
-
-    def synchronize(self, device: torch.device) -> None:
-        self.host = max(self.host, self.main.now)
-
-
-def test_a_host_that_is_slower_than_the_device_is_measured_beside_it(monkeypatch):
-    """Events around groups would measure the host, and all plans would seem to take the same time."""
-    device = SlowHost(1e10, 1e10, memory=20 * MIB)
-    layers, handle = costs(monkeypatch, device, TimedModel(device, forward=0.01, backward=0.02))
-    assert [layer.forward for layer in layers] == pytest.approx([0.01] * 8, rel=0.01)
-    assert [layer.backward for layer in layers] == pytest.approx([0.02] * 8, rel=0.01)
-    assert handle.costs().outside < 0.01, "the time for which the device was kept busy"

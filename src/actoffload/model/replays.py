@@ -6,8 +6,9 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
@@ -59,12 +60,12 @@ class _Attributes:
         modules = self.modules
         self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
         self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
+        # Looked up in each call, without a loop in Python.
         self._dicts = list(map(vars, self._inside))
-        dicts = [vars(module), *self._dicts]
-        self._plain = [(k, name) for k, each in enumerate(dicts) for name in each if _is_plain(name, each[name])]
-        self._functions = [(k, name) for k, each in enumerate(dicts) for name in each if _is_function(name, each[name])]
         self._tables = [table for inner in modules for table in registered(inner)]
-        self._registered = [(table, name) for table in self._tables for name in table]
+        self._plain = _names(vars(module), self._dicts, _is_plain)
+        self._functions = _names(vars(module), self._dicts, _is_function)
+        self._registered = _names({}, self._tables, lambda name, value: True)
         self._hooks = [hooks for inner in modules for hooks in (inner._forward_pre_hooks, inner._forward_hooks)]
         self._weights = list(module.parameters())
         self.now = self._look()
@@ -77,21 +78,31 @@ class _Attributes:
         return [root, *self._inside]
 
     def _look(self) -> tuple[list[Any], ...]:
-        root = self._root()
-        dicts = [vars(root), *self._dicts]
+        own = vars(self._root())
         return (
-            [dicts[k].get(name) for k, name in self._plain],
-            [id(dicts[k].get(name)) for k, name in self._functions],
-            [id(table.get(name)) for table, name in self._registered],
-            list(map(len, (*dicts, *self._tables))),
+            [*map(own.get, self._plain[0]), *map(dict.get, *self._plain[1:])],
+            [*map(id, map(own.get, self._functions[0])), *map(id, map(dict.get, *self._functions[1:]))],
+            list(map(id, map(dict.get, *self._registered[1:]))),
+            [len(own), *map(len, self._dicts), *map(len, self._tables)],
             list(map(tuple, self._hooks)),
-            [weight.requires_grad for weight in self._weights],
+            list(map(_needs_gradient, self._weights)),
         )
 
     @property
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return self._look() == self.now
+
+
+_needs_gradient = attrgetter("requires_grad")
+
+
+def _names(
+    own: dict[str, Any], dicts: Iterable[Any], chosen: Callable[[str, Any], bool]
+) -> tuple[list[str], list[Any], list[str]]:
+    """Return the chosen names of one dictionary, and for those of others the dictionary and the name of each."""
+    pairs = [(each, name) for each in dicts for name in each if chosen(name, each[name])]
+    return [name for name in own if chosen(name, own[name])], [each for each, _ in pairs], [name for _, name in pairs]
 
 
 def _is_plain(name: str, value: Any) -> bool:

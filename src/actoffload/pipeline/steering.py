@@ -49,7 +49,7 @@ def _roles(layers: int, offloaded: frozenset[int], *, at_once: bool) -> Roles:
     return Roles(
         keep.plan,
         stay=keep.stay - offloaded,
-        last_leaving=max(offloaded, default=layers),
+        last_leaving=max(offloaded, default=-1),
         released_incrementally=frozenset(),
         reached=frozenset(range(layers)),
         planned=True,

@@ -20,11 +20,11 @@ from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_gr
 from .._torch.compiling import opaque
 from .._torch.modules import registered
 from .._torch.subclasses import changed, plain_parts
-from .._torch.tensors import address, is_freed, no_torch_dispatch, version_of
+from .._torch.tensors import address, is_freed, version_of
 from ..device.base import Backend
 from ..engine.hooks import unpack
 from .policy import Policy, everything
-from .program import Program, copy_of, on_value
+from .program import Expected, Program, copy_of, on_value
 from .proof import Alarm, Sample, Times, below_everything, measure, prove, rise
 from .trace import UNKNOWN, Weight, leaves
 from .tracer import Tracer
@@ -48,7 +48,7 @@ class Slot:
 
     def __init__(self, call: Call, number: int, tensor: Tensor) -> None:
         self.call, self.number = call, number
-        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.tensor: Tensor | None = tensor  # itself, not an alias: the call takes it out again before it ends
         self.version = version_of(tensor)
         self.saved: Any = None
         self.read = False
@@ -115,80 +115,74 @@ class Call:
         self._modules, self._pack, self._alarm, self._timed = modules, pack, alarm, timed
         self._compares_all = compares_all
         self._slots: list[Slot | None] = []
+        self._expected: Sequence[Expected | None] = ()  # what is saved in a call that follows a program
         self._lock = threading.RLock()
         self._held: dict[int, Any] = {}  # by source: what the engine holds
         self._versions: dict[int, int] = {}  # of weights
         self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
         self._samples: dict[int, Sample] = {}
         self._values: dict[int, Tensor] = {}  # that were made again
-        self._made_versions: dict[int, int] = {}
-        self._made: set[int] = set()  # held values whose sources were counted
         self._counts: dict[int, int] = {}
-        self._pending: dict[int, int] = {}
-        self._near: dict[tuple[int, int], int] = {}
-        self._stays_for: dict[int, int] = {}  # by cheap value that is not freed: the segment that needs it
+        self._pending: dict[int, int] = {}  # empty before the first backward
         self._backward = NO_BACKWARD
         self.tracer = found if isinstance(found, Tracer) else None
         self._proves = proves or self.tracer is not None
         self._inputs = inputs
         if isinstance(found, Program):
-            self.program = found
-            for value, source in found.sources.items():
-                if type(source) is int:
-                    self._held[value] = pack(inputs[source])
+            self.program, self._expected = found, found.expected
+            for value, place in found.inputs:
+                self._held[value] = pack(inputs[place])
 
     # Forward
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd holds for a tensor that it saves; the pack hook."""
-        slots = self._slots
+        slots, every = self._slots, self._expected
         number = len(slots)
-        if self.tracer is not None:
-            return self._pack_traced(tensor, self.tracer)
-        program = self.program
-        if not self.agrees or number >= len(program.expected):
-            self.agrees = False
-            return self._pack(tensor)
-        expected = program.expected[number]
-        slot: Slot | None = None
+        if number >= len(every):
+            return self._pack(tensor) if self.tracer is None else self._pack_traced(tensor, self.tracer)
+        expected, slot = every[number], None
         if expected is None:
             saved: Any = self._pack(tensor)
         else:
             dtype, size, stride, offset, value, is_dropped, is_shared, source = expected
-            # [guard: saved tensors of another size]
-            if tensor.dtype is not dtype or tensor.size() != size or tensor.stride() != stride:
-                self.agrees = False
+            if (
+                tensor.dtype is not dtype
+                or tensor.size() != size  # [guard: saved tensors of another size]
+                or tensor.stride() != stride
+                # [guard: saved tensors that lie elsewhere on their storage]
+                or (is_dropped and tensor.storage_offset() != offset)
+                or (is_shared and not self._shares(value, tensor))
+            ):
+                self._expected, self.agrees = (), False
                 return self._pack(tensor)
             if is_dropped:
-                if tensor.storage_offset() != offset:  # [guard: saved tensors that lie elsewhere on their storage]
-                    self.agrees = False
-                    return self._pack(tensor)
-                if is_shared:
-                    place = address(tensor.untyped_storage())
-                    if self._first.setdefault(value, place) != place:  # tensors that share a storage no more
-                        self.agrees = False
-                        return self._pack(tensor)
                 saved = slot = Slot(self, number, tensor)
             elif source >= 0 and tensor is self._inputs[source]:
                 saved = self._held[value]
             else:
                 saved = self._pack(tensor)
                 by_function = False
-                if program.kept_at.get(value) == number:
+                if self.program.kept_at.get(value) == number:
                     self._held[value] = saved
-                    by_function = program.trace.entries[number].by_function
+                    by_function = self.program.trace.entries[number].by_function
                 if self._proves or by_function:
                     slot = Slot(self, number, tensor)
                     slot.saved = saved
-                    slot.tensor = slot.tensor if self._proves else None
+                    slot.tensor = tensor if self._proves else None
                     saved = slot if by_function else saved
         slots.append(slot)
-        if number in program.drops_at and not self._proves:
+        if number in self.program.drops_at and not self._proves:
             self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
-            self._drop(program.drops_at[number])
+            self._drop(self.program.drops_at[number])
         return saved
 
     opaque(pack)
+
+    def _shares(self, value: int, tensor: Tensor) -> bool:
+        """Return whether a tensor lies on the storage on which the first one of a dropped value lies."""
+        place = address(tensor.untyped_storage())
+        return self._first.setdefault(value, place) == place
 
     def _pack_traced(self, tensor: Tensor, tracer: Tracer) -> Any:
         entry = tracer.save(tensor)
@@ -197,8 +191,7 @@ class Call:
             if entry.value == UNKNOWN:
                 self._slots.append(None)
                 return self._pack(tensor)
-            with no_torch_dispatch():
-                slot = Slot(self, len(self._slots), tensor)
+            slot = Slot(self, len(self._slots), tensor)
             self._slots.append(slot)
             if tracer.values[entry.value].maker != UNKNOWN or entry.by_function:
                 return slot
@@ -228,7 +221,7 @@ class Call:
             banned = {trace.entries[k].value for k in written}
             self._adopt(Program(trace, policy, min_bytes, banned))
             self._run_proof(whole=True)
-        elif not self.agrees or written or len(slots) != len(self.program.trace.entries):
+        elif not self.agrees or written or len(slots) != len(self._expected):
             self.agrees = False  # calls that save less
             self.give_up()
             return
@@ -245,6 +238,8 @@ class Call:
 
     def _note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
+        if len(self._versions) == len(self.program.weights):
+            return
         for value, weight in self.program.weights:
             if value not in self._versions:
                 self._versions[value] = version_of(self._weight(weight))
@@ -303,22 +298,22 @@ class Call:
 
     def _drop(self, numbers: Sequence[int]) -> None:
         """Empty the slots of some entries, and leave samples of what was not proven."""
-        program, slots = self.program, self._slots
-        sampled: Collection[int] = program.dropped if self._compares_all else program.ends
+        slots, values = self._slots, self.program.trace.values
+        sampled: Collection[int] = self.program.dropped if self._compares_all else self.program.ends
         samples: dict[int, Tensor] = {}
         for number in numbers:
             slot = slots[number]
             if slot is None or slot.tensor is None:
                 continue
-            value = program.trace.entries[number].value
-            if value in sampled and value not in self._samples:
-                samples[value] = slot.tensor
+            expected = self.program.expected[number]
+            if expected is not None and expected.value in sampled:
+                samples.setdefault(expected.value, slot.tensor)
             slot.tensor = None
+        samples = {value: tensor for value, tensor in samples.items() if value not in self._samples}
         if samples:
             with below_everything():
                 for value, tensor in samples.items():
-                    known = program.trace.values[value]
-                    sample = Sample.take(value, known, tensor, whole=self._compares_all)
+                    sample = Sample.take(value, values[value], tensor, whole=self._compares_all)
                     if sample is not None:
                         self._samples[value] = sample
 
@@ -329,7 +324,9 @@ class Call:
             self.tracer.end()
             self.tracer = None
         for slot in self._slots:
-            if slot is not None and slot.tensor is not None and not slot.edited:
+            if slot is not None and slot.tensor is not None and slot.edited:
+                slot.tensor = slot.tensor.detach()  # for the error; itself it would close a cycle
+            elif slot is not None and slot.tensor is not None:
                 slot.saved = slot.saved or self._pack(slot.tensor)
                 slot.tensor = None
         self._leave()
@@ -388,6 +385,9 @@ class Call:
         """Note which backward reads; return whether it frees what it has read, so that uses can be counted."""
         if not self._pending:
             program = self.program
+            self._made_versions: dict[int, int] = {}
+            self._made: set[int] = set()  # held values whose sources were counted
+            self._stays_for: dict[int, int] = {}  # by cheap value that is not freed: the segment that needs it
             self._counts, self._pending, self._near = dict(program.counts), dict(program.pending), dict(program.near)
         now = backward_id()
         retained = now == NO_BACKWARD or keeps_graph()

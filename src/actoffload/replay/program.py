@@ -27,7 +27,7 @@ from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight
 
-__all__ = ["Program", "Step", "copy_of", "on_value"]
+__all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
 CHEAP = 4
 """Operators that may be run again to make a value instead of holding it."""
@@ -149,6 +149,7 @@ class Program:
     pending: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
     expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
+    inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
     # By segment and value, where several tensors of the segment need a cheap value: how many dropped values do.
     near: dict[tuple[int, int], int] = field(default_factory=dict)
     near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
@@ -173,6 +174,7 @@ class Program:
         self.sources = {value: source for value, source in self.sources.items() if value in used}
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
         self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
+        self.inputs = tuple((value, source) for value, source in self.sources.items() if type(source) is int)
         self.expected = list(map(self._expect, trace.entries))
         self._count()
         self._plan_drops()
@@ -428,7 +430,7 @@ class Program:
 
 RUNS = 1024
 """Requests of backwards that a program remembers."""
-SAMPLED = 4
+SAMPLED = 2
 """Values of a call of which samples are compared, at most; all others are read to make these."""
 PARTS = 8
 """Part of the dropped bytes for which it is worth dropping before the call ends."""

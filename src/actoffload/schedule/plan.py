@@ -222,7 +222,7 @@ class Roles:
 
     plan: Plan
     stay: frozenset[int]  # layers that are not offloaded
-    last_leaving: int  # the last offloaded layer; the number of layers if there is none
+    last_leaving: int  # the last layer that may be offloaded; -1 if there is none
     released_incrementally: frozenset[int]  # layers
     reached: frozenset[int]  # layers at whose start in backward something has to be done
     planned: bool  # transfers follow the plan; otherwise the program calls for each
@@ -236,7 +236,7 @@ class Roles:
         return Roles(
             plan,
             stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
-            last_leaving=max(plan.offloaded, default=plan.model_layers),
+            last_leaving=max(plan.offloaded, default=OUTSIDE - 1 if not planned else -1),
             released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
             reached=_reached(plan),
             planned=bool(steps) if planned is None else planned,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from actoffload.device.base import Backend, Pairs
+from actoffload.device.base import Pairs
 
 from .clocks import Event, Point, Stream, Wait
 from .memory import POISON, DeviceMemory, HostMemory, Sight, byte_range
@@ -19,7 +19,7 @@ from .orders import Mode, Orders
 __all__ = ["AdversarialDevice"]
 
 
-class AdversarialDevice(Backend):
+class AdversarialDevice:
     """A device whose copies keep no memory alive and run in any order that the waits allow.
 
     Compute streams run their work at once.  A copy stream is a queue; an entry runs when a compute stream waits for
