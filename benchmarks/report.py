@@ -74,8 +74,10 @@ def by_checkpoint(row: Row, of_job: Sequence[Row]) -> str:
 
 
 def ratio(row: Row | None, other: Row | None) -> float | None:
-    """Return the step time of a row over that of another, if both were measured."""
+    """Return the step time of a row over that of another, if both were measured in one run."""
     if row is None or other is None or not row["step_ms"] or not other["step_ms"]:
+        return None
+    if row["commit"] != other["commit"]:
         return None
     return float(row["step_ms"]) / float(other["step_ms"])
 
