@@ -308,20 +308,23 @@ def test_branches(kind, policy, fraction):
 class Hidden(Mlp):
     """Does something else, by attributes of the class, in its middle."""
 
-    sizes, first, start, double = 4, True, 0, False
+    sizes, first, start, double, more = 4, True, 0, False, False
 
     def forward(self, x):
         y = torch.sin(super().forward(x))
+        if Hidden.more:
+            y = y * 0.5
         one, two = y.sin().exp(), y.cos().exp()
         z = one * two if Hidden.first else two.sin()
         part = z[Hidden.start : Hidden.start + 4]
-        return z.sin() + (part * part).sum() + z[: Hidden.sizes].exp().sum()
+        z = z.sin() + (part * part).sum() + z[: Hidden.sizes].exp().sum()
+        return z.exp() if Hidden.more else z
 
 
 @pytest.fixture(autouse=True)
 def _as_before():
     yield
-    Hidden.sizes, Hidden.first, Hidden.start = 4, True, 0
+    Hidden.sizes, Hidden.first, Hidden.start, Hidden.more = 4, True, 0, False
 
 
 def other_sizes(model, k):
@@ -336,9 +339,13 @@ def other_places(model, k):
     Hidden.start = k % 4 if k > 5 else 0
 
 
+def more_operators(model, k):
+    Hidden.more = k in (6, 9)
+
+
 @policies
 @fractions
-@pytest.mark.parametrize("change", [other_sizes, other_operators, other_places])
+@pytest.mark.parametrize("change", [other_sizes, other_operators, other_places, more_operators])
 def test_a_call_that_saves_something_else_is_kept(change, policy, fraction):
     check(lambda: Net(Hidden), each_step(change, 16), policy=policy, fraction=fraction, freed=-1.0)
 

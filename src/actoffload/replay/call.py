@@ -136,7 +136,10 @@ class Call:
         slots, every = self._slots, self._expected
         number = len(slots)
         if number >= len(every):
-            return self._packer.pack(tensor) if self.tracer is None else self._pack_traced(tensor, self.tracer)
+            if self.tracer is not None:
+                return self._pack_traced(tensor, self.tracer)
+            self._expected, self.agrees = (), False  # [guard: calls that save more]
+            return self._packer.pack(tensor)
         expected, slot = every[number], None
         if expected is None:
             saved: Any = self._packer.pack(tensor)
