@@ -214,4 +214,4 @@ def test_a_host_that_is_slower_than_the_device_is_measured_beside_it(monkeypatch
     layers, _ = costs(monkeypatch, device, TimedModel(device, forward=0.01, backward=0.02))
     assert [layer.forward for layer in layers] == pytest.approx([0.01] * 8, rel=0.01)
     assert [layer.backward for layer in layers] == pytest.approx([0.02] * 8, rel=0.01)
-    assert layers[0].gap_forward < 0.001, "the time for which the device was kept busy"
+    assert max(layer.gap_forward for layer in layers) < 0.001, "the time for which the device was kept busy"

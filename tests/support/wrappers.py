@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers import forward, make, nothing_held
+from helpers import Saves, forward, make, nothing_held
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
@@ -167,14 +167,8 @@ def structure(thing: Any) -> Any:
     return type(thing), thing.dtype, thing.device, thing.size(), thing.stride(), thing.requires_grad, inner
 
 
-class Uses(torch.autograd.Function):
+class Uses(Saves):
     """Saves tensors of any type for the gradient of another."""
-
-    @staticmethod
-    def forward(ctx, x, seen, *things):
-        ctx.save_for_backward(*things)
-        ctx.seen = seen
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):

@@ -101,7 +101,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
-        self.reason: Reason | None = None  # why the latest tensor is kept that was not small
+        self.reason: Reason | None = None  # why the latest tensor is kept; None for one that is small or not kept
 
     def take_for(self, owner: PassState, layer: Layer) -> None:
         """Pack for a layer of a pass from here on."""
@@ -137,6 +137,7 @@ class Packer:
         """Return what autograd holds in place of a tensor."""
         if self._aside is not None:
             return self._aside(tensor)
+        self.reason = None
         # Most of them are small or parameters, and not worth a call.
         kind = type(tensor)
         if kind is Parameter:
@@ -148,7 +149,6 @@ class Packer:
                 if packed is not None:
                     return packed
         elif tensor.numel() < self._smallest:
-            self.reason = Reason.SMALL
             small = self._small
             small[0] += 1
             if tensor.layout is STRIDED:
@@ -163,7 +163,6 @@ class Packer:
             known = self._layer.layouts.get(place) if self._as_saved and not self._engine.follows_all else None
             saved = self._registry.save_as_before(self._layer, tensor, known, self._owner, self._as_saved)
             if saved is not None:
-                self.reason = None
                 return saved
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is None:
@@ -172,7 +171,6 @@ class Packer:
             if self._stays_whole:
                 resident = self._registry.resident(self._layer, tensor)
                 if resident is not None:
-                    self.reason = None
                     return keep(tensor, self._token, (resident,))
             return self._save(tensor, None)
         return self.keep(tensor, reason)
@@ -189,7 +187,6 @@ class Packer:
         return keep(tensor, self._token)
 
     def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
-        self.reason = None
         wrappers = tuple(map(Seen.of, self._around))
         storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
         if storage.plain is not view or wrappers:

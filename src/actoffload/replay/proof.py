@@ -66,7 +66,7 @@ class below_everything:  # noqa: N801 - a context, as PyTorch writes them
 
 
 def rise(depth: int = 0) -> None:
-    """End the guards of this thread beyond the first so many; may be repeated after an interrupt."""
+    """End the guards of this thread until `depth` of them are left; may be repeated after an interrupt."""
     entered = _thread.entered
     while len(entered) > depth:
         entered[-1].__exit__(None, None, None)

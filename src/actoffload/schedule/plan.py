@@ -236,7 +236,7 @@ class Roles:
         return Roles(
             plan,
             stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
-            last_leaving=max(plan.offloaded, default=OUTSIDE - 1 if not planned else -1),
+            last_leaving=max(plan.offloaded, default=-1 if planned else OUTSIDE - 1),
             released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
             reached=_reached(plan),
             planned=bool(steps) if planned is None else planned,

@@ -44,7 +44,7 @@ __all__ = [
 
 
 FIRST, LONGEST = 0.02, 0.1
-"""Seconds for which the device is kept busy before the first group, and at most before one."""
+"""Seconds for which the device is kept busy before a measured pass, and at most before one of its other groups."""
 SHARERS = 2
 """Number of groups with which a storage may be saved and still count in one of them."""
 
@@ -178,24 +178,13 @@ class Meter(TimelineRecorder):
     def _let_host_ahead(self, layer: int) -> None:
         """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
         backend, now = self._backend, self._backend.host_time()
-        seconds = FIRST
-        if self._start is not None:
-            event, since = self._start
-            seconds = 0.0 if not backend.passed(event) else min(2 * (now - since), LONGEST)
         stream = current_stream(backend)
         begun = ended = backend.record_timed(stream)
-        if seconds:
-            backend.occupy(seconds)
+        if self._start is not None and backend.passed(self._start[0]):
+            backend.occupy(min(2 * (now - self._start[1]), LONGEST))
             ended = backend.record_timed(stream)
             self._transfers.append(_Transfer(Kind.STALL, layer, begun, begun, ended, 0))
         self._start = ended, now
-
-    def kept_busy(self) -> float:
-        """Return the seconds for which the device was kept busy before the first group."""
-        first = next((each for each in self._transfers if each.kind is Kind.STALL and not each.nbytes), None)
-        if first is None or self._backend.elapsed(self.borders[0].event, first.ended) > 0:
-            return 0.0
-        return self._backend.elapsed(first.begun, first.ended)
 
     def _sample(self) -> tuple[int, int]:
         """Return the bytes of device memory that are allocated, and the most since this was called before."""
@@ -309,8 +298,7 @@ class Peak(NamedTuple):
     def at(self, elements: int, allocated: int = 0) -> int:
         """Return the most that a pass takes with as many elements, and so much allocated before it.
 
-        What comes on top grows with the inputs, as activations do.  It is not expected to shrink, and neither is the
-        rest.
+        Memory above `allocated` grows with the inputs, as activations do.  It is not scaled down for smaller ones.
         """
         inside = self.nbytes - self.allocated
         if elements > self.elements > 0:  # [guard: inputs that are larger than those of a peak]
@@ -401,8 +389,7 @@ class TimedPass:
         assert self.meter is not None
         assert self.ended is not None
         borders = self.meter.borders
-        before = backend.elapsed(self.begun, borders[0].event) - self.meter.kept_busy()
-        return max(before, 0.0) + backend.elapsed(borders[-1].event, self.ended)
+        return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
 
     def larger(self, elements: int) -> float:
         """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
@@ -451,6 +438,8 @@ class PassTimer:
         """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
         backend = self._engine.backend
         self._thread = threading.get_ident()
+        if stage in MEASURED:
+            backend.occupy(FIRST)
         timed = self._current = TimedPass.begin(stage, number, inputs, backend, memory=memory)
         self._refused = self._engine.counters.kept(Reason.HOST_FULL)
         if stage in MEASURED:
