@@ -24,7 +24,7 @@ logging.getLogger("torch.__trace").propagate = True
 pytest.register_assert_rewrite("adversary.harness")
 
 import composing  # noqa: E402
-from helpers import deterministic, min_elements  # noqa: E402
+import helpers  # noqa: E402
 
 # Tests must not fail because of a loaded machine or a random seed.
 settings.register_profile(
@@ -38,7 +38,7 @@ settings.load_profile("same")
 @pytest.fixture
 def offload_small_tensors() -> Iterator[None]:
     """Offload tensors of 64 elements or more."""
-    with min_elements(64):
+    with helpers.min_elements(64):
         yield
 
 
@@ -68,17 +68,17 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return variables
 
 
-# Programs of composition
+# Places, and ways of composition
 
 ACCELERATOR = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("default")])
 
 
 @pytest.fixture(params=["cpu", ACCELERATOR])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Return where `composing.both` runs programs: models move there when they are offloaded, and data when made."""
-    monkeypatch.setattr(composing, "PLACE", torch.device(request.param))
-    with deterministic() if request.param == "cuda" else contextlib.nullcontext():
-        yield composing.PLACE
+    """Return where models and data are: on the CPU with the reference device, or on the accelerator."""
+    monkeypatch.setattr(helpers, "PLACE", torch.device(request.param))
+    with helpers.deterministic() if request.param == "cuda" else contextlib.nullcontext():
+        yield helpers.PLACE
 
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]

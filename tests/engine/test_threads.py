@@ -9,8 +9,6 @@ import torch
 from helpers import forward, make, nothing_held, plain, same_bits
 from torch import nn
 
-from actoffload.device import backend
-
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
@@ -43,8 +41,7 @@ def together(*work) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads_train_side_by_side(shared, place):
     """On an accelerator each thread has a stream of its own."""
-    device = backend() if place.type == "cuda" else None
-    contexts = [make(3, 5, device=device)] * 3 if shared else [make(3, 5, device=device) for _ in range(3)]
+    contexts = [make(3, 5)] * 3 if shared else [make(3, 5) for _ in range(3)]
     models = [model(k).to(place) for k in range(3)]
     x = torch.randn(64, 64, device=place)
     steps = 15

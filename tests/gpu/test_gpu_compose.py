@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from compose_ranks import compose
 from composing import OFFLOADED, Offload, both, gradients
 from gpu_harness import CUDA, DEVICE, KINDS, ROWS, WIDTH, Block, lenient, make_input, needs_cuda
 from torch import Tensor, nn
@@ -49,37 +47,6 @@ def test_compiled_blocks(dynamic: bool) -> None:
         return results
 
     offloaded(program)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-RANKS = [
-    "ddp",
-    "ddp, no_sync",
-    "ddp, checkpointed",
-    "fsdp",
-    "fsdp, offloaded first",
-    "fsdp, not resharded",
-    "fsdp, bfloat16",
-    "fsdp, frozen weights",
-    "fsdp, detached weights",
-    "fsdp, checkpointed",
-]
-
-
-@pytest.mark.multi_gpu
-def test_two_devices() -> None:
-    for ranks in compose(RANKS, 2, "cuda").values():
-        for seen in ranks:
-            assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
-            assert seen["kept"]["PARAMETER"] > 0
-            assert len(seen["by_rank"]) == 2
-            assert min(seen["by_rank"]) > 0
 
 
 STEPS = 3

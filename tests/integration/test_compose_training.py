@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import composing
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ def half(offload: Offload) -> list[Tensor]:
     offload(model)
     results = []
     for k in range(STEPS):
-        with torch.autocast(composing.PLACE.type, torch.bfloat16):
+        with torch.autocast(helpers.PLACE.type, torch.bfloat16):
             y = model(batch(k))
         y.float().square().mean().backward()
         results += [y.detach(), *gradients(model)]
@@ -66,10 +66,10 @@ def test_gradient_scaler(overflow):
         model = Net(dropping)
         offload(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler(composing.PLACE.type, init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(helpers.PLACE.type, init_scale=2.0**10, growth_interval=2)
         scales = []
         for k in range(4):
-            with torch.autocast(composing.PLACE.type, torch.bfloat16):
+            with torch.autocast(helpers.PLACE.type, torch.bfloat16):
                 loss = model(batch(k)).float().square().mean()
             if overflow and k == 1:
                 loss = loss * float("inf")

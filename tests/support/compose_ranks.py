@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 import composing
+import helpers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
 from forked import LIMIT
-from helpers import deterministic
 from processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,15 +24,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from actoffload import device as devices
 from actoffload import gather_reports
-
-DEVICE = "cpu"
+from actoffload.device import accelerator, chunks
 
 
 def batch(k: int) -> Tensor:
     """Return the data of a step, different in each rank."""
-    return composing.batch(10 * k + dist.get_rank()).to(DEVICE)
+    return composing.batch(10 * k + dist.get_rank())
 
 
 def steps(model: nn.Module, count: int = composing.STEPS) -> list[Tensor]:
@@ -82,7 +80,7 @@ class Gathering(Block):
 
 def data_parallel(make: Callable[[], nn.Module] = Net, inside: bool = False, **options: Any) -> Any:
     def program(offload: Offload) -> list[Tensor]:
-        net = make().to(DEVICE)
+        net = make().to(helpers.PLACE)
         if inside:
             offload(net)
         model = DistributedDataParallel(net, **options)
@@ -94,7 +92,7 @@ def data_parallel(make: Callable[[], nn.Module] = Net, inside: bool = False, **o
 
 
 def without_synchronization(offload: Offload) -> list[Tensor]:
-    model = DistributedDataParallel(Net(dropping).to(DEVICE))
+    model = DistributedDataParallel(Net(dropping).to(helpers.PLACE))
     offload(model)
     results = []
     for k in range(composing.STEPS):
@@ -109,11 +107,16 @@ def without_synchronization(offload: Offload) -> list[Tensor]:
 
 
 def sharded(
-    make: Callable[[], Net] = Net, first: str = "sharded", frozen: bool = False, compiled: str = "", **options: Any
+    make: Callable[[], Net] = Net,
+    first: str = "sharded",
+    frozen: bool = False,
+    compiled: str = "",
+    count: int = composing.STEPS,
+    **options: Any,
 ) -> Any:
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
-        net = make().to(DEVICE)
+        net = make().to(helpers.PLACE)
         if frozen:
             for block in net.blocks:
                 block.up.requires_grad_(False)
@@ -126,7 +129,7 @@ def sharded(
             compile_blocks(net)
         if first == "sharded":
             offload(net)
-        return steps(net)
+        return steps(net, count)
 
     return program
 
@@ -144,7 +147,7 @@ def compile_blocks(net: Net) -> None:
 
 
 def accumulating(offload: Offload) -> list[Tensor]:
-    net = Net(dropping).to(DEVICE)
+    net = Net(dropping).to(helpers.PLACE)
     shard(net)
     offload(net)
     results = []
@@ -158,7 +161,7 @@ def accumulating(offload: Offload) -> list[Tensor]:
 
 def sharded_stepping_in_backward(offload: Offload) -> list[Tensor]:
     """Shard, and let each parameter's part step as soon as its gradient is there."""
-    net = Net(dropping).to(DEVICE)
+    net = Net(dropping).to(helpers.PLACE)
     shard(net)
     offload(net)
     stepping_in_backward(net)
@@ -168,20 +171,20 @@ def sharded_stepping_in_backward(offload: Offload) -> list[Tensor]:
 
 
 def mesh() -> Any:
-    return init_device_mesh(DEVICE, (dist.get_world_size(),))
+    return init_device_mesh(helpers.PLACE.type, (dist.get_world_size(),))
 
 
-# Recomputation
+# Options of offload
 
 
-def recomputing(program: Any, policy: Any = True) -> Any:
-    """Return a program whose groups are recomputed."""
-    return lambda offload: program(lambda model, **options: offload(model, recompute=policy, **options))
+def offloading(program: Any, **options: Any) -> Any:
+    """Return a program that passes further options to `offload`."""
+    return lambda offload: program(lambda model, **more: offload(model, **options, **more))
 
 
 def counting_gathers(offload: Offload) -> list[Tensor]:
     """Shard, and return how many all-gathers the steps behind the first one need, besides their results."""
-    net = Net(dropping).to(DEVICE)
+    net = Net(dropping).to(helpers.PLACE)
     shard(net)
     offload(net, recompute=True)
     results = steps(net, 1)
@@ -196,18 +199,18 @@ def counting_gathers(offload: Offload) -> list[Tensor]:
 
 
 def tensor_parallel(offload: Offload) -> list[Tensor]:
-    net = Net().to(DEVICE)
+    net = Net().to(helpers.PLACE)
     for block in net.blocks:
         parallelize_module(block, mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     offload(net)
-    return train(net, data=lambda k: composing.batch(k).to(DEVICE))
+    return train(net)
 
 
 # Context parallel
 
 
 def context_parallel(offload: Offload) -> list[Tensor]:
-    net = Net(Gathering).to(DEVICE)
+    net = Net(Gathering).to(helpers.PLACE)
     offload(net)
     return steps(net)
 
@@ -234,23 +237,24 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,
     "context parallel": context_parallel,
-    "ddp, recomputed": recomputing(data_parallel(lambda: Net(dropping))),
-    "ddp, static graph, recomputed": recomputing(data_parallel(static_graph=True)),
-    "fsdp, not resharded, recomputed": recomputing(sharded(reshard_after_forward=False)),
-    "fsdp, bfloat16, recomputed": recomputing(sharded(mp_policy=HALF)),
-    "fsdp, accumulating, recomputed": recomputing(accumulating),
-    "fsdp, steps inside of backward, recomputed": recomputing(sharded_stepping_in_backward),
-    "fsdp, compiled, recomputed": recomputing(sharded(compiled="before")),
+    "fsdp, measured": offloading(sharded(lambda: Net(dropping), count=8), fraction=None),
+    "ddp, recomputed": offloading(data_parallel(lambda: Net(dropping)), recompute=True),
+    "ddp, static graph, recomputed": offloading(data_parallel(static_graph=True), recompute=True),
+    "fsdp, not resharded, recomputed": offloading(sharded(reshard_after_forward=False), recompute=True),
+    "fsdp, bfloat16, recomputed": offloading(sharded(mp_policy=HALF), recompute=True),
+    "fsdp, accumulating, recomputed": offloading(accumulating, recompute=True),
+    "fsdp, steps inside of backward, recomputed": offloading(sharded_stepping_in_backward, recompute=True),
+    "fsdp, compiled, recomputed": offloading(sharded(compiled="before"), recompute=True),
     "fsdp, recomputed, without further all-gathers": counting_gathers,
-    "tensor parallel, recomputed": recomputing(tensor_parallel),
-    "context parallel, recomputed": recomputing(context_parallel),
+    "tensor parallel, recomputed": offloading(tensor_parallel, recompute=True),
+    "context parallel, recomputed": offloading(context_parallel, recompute=True),
 }
 
 
 def seen(name: str) -> dict[str, Any]:
     """Run a case; return numbers from its statistics."""
     try:
-        handle = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None)
+        handle = both(CASES[name])
         statistics, reports = handle.statistics(), gather_reports(handle.report())
     except BaseException as error:
         error.add_note(f"In the case {name!r}.")
@@ -259,7 +263,6 @@ def seen(name: str) -> dict[str, Any]:
         "bytes_offloaded": statistics.bytes_offloaded,
         "bytes_reloaded": statistics.bytes_reloaded,
         "on_demand": statistics.reloaded_on_demand,
-        "passes": statistics.passes,
         "recomputed": sum(group.recomputed for group in handle.report().groups),
         "by_rank": [report.totals.bytes_offloaded for report in reports.reports],
         "kept": {reason.name: nbytes for reason, nbytes in statistics.bytes_kept.items()},
@@ -267,15 +270,18 @@ def seen(name: str) -> dict[str, Any]:
 
 
 def run_cases(device: torch.device, names: list[str]) -> list[dict[str, Any]]:
-    """Run some of `CASES`, as one of several ranks; return what it saw of each."""
-    global DEVICE
+    """Run some of `CASES`, as one of several ranks; return what it saw of each.
+
+    An accelerator copies the small tensors in several chunks, as it does large ones.
+    """
     warnings.simplefilter("ignore")
-    DEVICE = device.type
-    with deterministic() if DEVICE == "cuda" else nullcontext():
+    helpers.PLACE = device
+    chunks.TO_HOST = chunks.TO_DEVICE = accelerator.SEPARATED = 2048
+    with helpers.deterministic() if device.type == "cuda" else nullcontext():
         return [seen(name) for name in names]
 
 
-def compose(names: list[str], world: int, device: str = "cpu") -> dict[str, list[dict[str, Any]]]:
+def compose(names: list[str], world: int, device: str) -> dict[str, list[dict[str, Any]]]:
     """Run cases in a process for each rank; return what each rank saw of each case."""
     ranks = run_ranks(run_cases, names, world=world, device=device, limit=LIMIT)
     return dict(zip(names, zip(*ranks, strict=True), strict=True))

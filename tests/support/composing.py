@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import helpers
 import torch
 import torch.nn.functional as F
 from helpers import nothing_held, same_bits
@@ -18,8 +19,6 @@ ROWS, WIDTH, BLOCKS, STEPS = 40, 32, 6, 3
 OFFLOADED = BLOCKS - 2
 STREAM = ROWS * WIDTH * 4
 """Bytes of what one block hands to the next."""
-PLACE = torch.device("cpu")
-"""Where models and data are; the fixture `place` changes it."""
 WAY: dict[str, Any] = {}
 """Further arguments of `actoffload.offload`; the fixture `way` changes them."""
 
@@ -80,7 +79,7 @@ def dropping() -> Block:
 
 def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     """Return the data of a step."""
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k)).to(PLACE)
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k)).to(helpers.PLACE)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -203,7 +202,7 @@ def both(
     watch : bool
         Check that no parameter of the model is offloaded while it runs.
     device : Backend, optional
-        Which device; if not given, the accelerator if `PLACE` is one, or else a device of reference.
+        Which device; if not given, that of `helpers.place_backend`.
 
     Returns
     -------
@@ -212,12 +211,12 @@ def both(
     """
     handles: list[actoffload.OffloadHandle] = []
     if device is None:
-        device = actoffload.device.ReferenceDevice() if PLACE.type == "cpu" else actoffload.device.backend()
+        device = helpers.place_backend()
     spy: Any = Spy(device)
 
     def place(module: nn.Module) -> None:
-        if PLACE.type != "cpu":  # ranks have placed theirs themselves
-            module.to(PLACE)
+        if any(parameter.device.type != helpers.PLACE.type for parameter in module.parameters()):
+            module.to(helpers.PLACE)
 
     def offload(module: nn.Module, **options: Any) -> actoffload.OffloadHandle:
         place(module)

@@ -18,6 +18,13 @@ from actoffload.engine import eligibility
 
 LIMIT = 256 * 1024
 """Smallest number of elements of an offloaded tensor."""
+PLACE = torch.device("cpu")
+"""Where models and data are; the fixture `place` changes it."""
+
+
+def place_backend() -> Any:
+    """Return the accelerator if `PLACE` is one, or else a reference device of its own."""
+    return actoffload.device.ReferenceDevice() if PLACE.type == "cpu" else actoffload.device.backend()
 
 
 @contextmanager
@@ -32,15 +39,15 @@ def min_elements(elements: int = 64) -> Iterator[None]:
 
 
 def make(num_layers: int, model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any]]:
-    """Return an enabled context and its synchronization function on a reference device of its own."""
-    with use(more.pop("device", None) or actoffload.device.ReferenceDevice()):
+    """Return an enabled context and its synchronization function."""
+    with use(more.pop("device", None) or place_backend()):
         context, sync = actoffload.get_cpu_offload_context(True, num_layers, model_layers, **more)
     return context, sync
 
 
 def make_manual(model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any], Any]:
-    """Return the three objects of manual synchronization on a reference device of its own."""
-    with use(more.pop("device", None) or actoffload.device.ReferenceDevice()):
+    """Return the three objects of manual synchronization."""
+    with use(more.pop("device", None) or place_backend()):
         context, sync, controller = actoffload.get_cpu_offload_context(
             True, model_layers=model_layers, manual_synchronization=True, **more
         )

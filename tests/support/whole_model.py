@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from helpers import no_gc, nothing_held, same_bits
+from helpers import no_gc, nothing_held, place_backend, same_bits
 from torch import Tensor, nn
 
 import actoffload
@@ -129,8 +129,8 @@ def data(seed: int = 0, rows: int = ROWS) -> Tensor:
 
 
 def offload(model: nn.Module, *, device: Any = None, **options: Any) -> actoffload.OffloadHandle:
-    """Offload a model on a reference device of its own, also its small tensors."""
-    with use(device or actoffload.device.ReferenceDevice()):
+    """Offload a model on the device of `place_backend`, also its small tensors."""
+    with use(device or place_backend()):
         return actoffload.offload(model, **{"min_bytes": 64, **options})
 
 
