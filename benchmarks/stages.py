@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from actoffload.device.reference import CreatedStorages
 from actoffload.pipeline.planning import variants_of
 from actoffload.planner.variants import recomputed, ways_of
-from actoffload.schedule import Computation, Link, simulate_pipeline
-from actoffload.schedule.pipeline_simulation import RankSimulation
+from actoffload.schedule import Computation, Link, RankSimulation, simulate_pipeline
 
 __all__ = ["mean_square", "ranks_of", "train_stages"]
 

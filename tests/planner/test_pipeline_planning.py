@@ -34,7 +34,7 @@ from actoffload.schedule import (
     one_f_one_b,
     simulate_pipeline,
 )
-from actoffload.schedule.pipeline_simulation import Pipeline
+from actoffload.schedule.simulate import Pipeline
 
 MIB = 2**20
 GROUP = LayerCost.even(256 * MIB, forward=0.010, backward=0.020)
@@ -57,7 +57,7 @@ def test_moments_by_hand() -> None:
     (order,) = gpipe(1, 2)
     link = Link(400, 400)
     pipeline = Pipeline([order], [StageCost((group,) * 2)], link)
-    (rank,) = pipeline.run([{}])
+    (rank,) = pipeline.run([{}], record=True)
     profile = RankProfile.of(order, rank, pipeline.times, link)
     assert profile.needs == [100, 200, 200, 300, 400, 400, 400, 300, 200, 200, 100, 0]
     assert profile.when == [0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 5, 6]
@@ -78,7 +78,7 @@ def test_a_limit_releases_earlier_and_reloads_later() -> None:
     (order,) = gpipe(1, 3)
     link = Link(50, 50)  # 2 seconds for each
     pipeline = Pipeline([order], [StageCost((group,))], link)
-    (rank,) = pipeline.run([{}])
+    (rank,) = pipeline.run([{}], record=True)
     profile = RankProfile.of(order, rank, pipeline.times, link)
     assert place_rank(profile, [0, 1, 2]).peak_bytes == 300
     forced = place_rank(profile, [0, 1, 2], limit=200)
@@ -96,9 +96,9 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
     stages = data.draw(pipeline_cases.stages(count, split))
     link = Link(64.0, 64.0, both=data.draw(st.sampled_from([None, 100.0])))
     pipeline = Pipeline(orders, stages, link)
-    for number, (order, rank) in enumerate(zip(orders, pipeline.run([{}] * len(orders)), strict=True)):
+    for number, (order, rank) in enumerate(zip(orders, pipeline.run([{}] * len(orders), record=True), strict=True)):
         profile = RankProfile.of(order, rank, pipeline.times, link)
-        assert profile.peak_bytes == rank.device_peak_bytes
+        assert profile.peak_bytes == rank.peak
         chosen = [k for k in range(len(profile.candidates)) if data.draw(st.booleans())]
         limit = data.draw(st.sampled_from([float("inf"), profile.peak_bytes // 2, 0]))
         placement = place_rank(profile, chosen, chosen if data.draw(st.booleans()) else (), limit)
@@ -114,7 +114,7 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
         actions[number] = placement.actions()
         assert actions[number] == plan.actions
         found = pipeline.run(actions)[number]
-        assert placement.peak_bytes == found.device_peak_bytes <= profile.peak_bytes
+        assert placement.peak_bytes == found.peak <= profile.peak_bytes
         for transfer in plan.transfers.values():
             assert transfer.release < transfer.reload
             for moment in filter(None, (transfer.release, transfer.reload, transfer.reload_again)):
@@ -301,6 +301,6 @@ def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
     assert plans[1].transfers == {}
-    (rank,) = Pipeline([()], [], Link(1.0, 1.0)).run([{}])
+    (rank,) = Pipeline([()], [], Link(1.0, 1.0)).run([{}], record=True)
     choices = RankChoices(RankProfile.of((), rank, [], Link(1.0, 1.0)), 0, Knobs(), 0.05)
     assert choices.free.peak_bytes == 0

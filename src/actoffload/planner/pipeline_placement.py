@@ -12,8 +12,8 @@ from statistics import median
 from ..schedule.costs import Link
 from ..schedule.pipeline import Chunk, Computation, Moment, Step, Transfer, used_in
 from ..schedule.pipeline_plan import Actions, Call, actions_at
-from ..schedule.pipeline_run import GroupTimes, StageTimes
-from ..schedule.pipeline_simulation import RankSimulation
+from ..schedule.run import RankRun
+from ..schedule.stage_times import GroupTimes, StageTimes
 
 __all__ = ["Candidate", "RankPlacement", "RankProfile", "place_rank"]
 
@@ -60,9 +60,9 @@ class RankProfile:
     link: Link
 
     @staticmethod
-    def of(order: Sequence[Step], rank: RankSimulation, times: Sequence[StageTimes], link: Link) -> RankProfile:
-        """Return the profile of a rank as it was simulated without offloading."""
-        levels = rank.record().levels
+    def of(order: Sequence[Step], rank: RankRun, times: Sequence[StageTimes], link: Link) -> RankProfile:
+        """Return the profile of a rank as it was run and recorded without offloading."""
+        levels = rank.levels
         moments, needs = [level.moment for level in levels], [level.need for level in levels]
         runs = [level.runs for level in levels]
         when = list(accumulate((level.when for level in levels), max))

@@ -14,7 +14,8 @@ from .._arguments import check_fraction, check_kind, check_max_inflight, number_
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import Actions, PipelinePlan
-from ..schedule.pipeline_simulation import Pipeline, RankSimulation, check_pipeline
+from ..schedule.run import RankRun
+from ..schedule.simulate import Pipeline, check_pipeline
 from ..schedule.timeline import size
 from .pipeline_placement import RankPlacement, RankProfile, place_rank
 from .variants import StageVariants, Ways, recomputed, saved_by, upgrades
@@ -231,8 +232,8 @@ class _Search:
         """Run the pipeline without offloading, with groups recomputed in some ways."""
         self.ways, self.stages = ways, recomputed(self.plain, self.variants, ways)
         self.pipeline = self.run(self.stages)
-        ranks = self.pipeline.run([{}] * len(self.orders))
-        self.seconds = max((rank.end for rank in ranks), default=0.0)
+        ranks = self.pipeline.run([{}] * len(self.orders), record=True)
+        self.seconds = max((rank.compute for rank in ranks), default=0.0)
         self.profiles = [
             RankProfile.of(order, rank, self.pipeline.times, self.pipeline.link)
             for order, rank in zip(self.orders, ranks, strict=True)
@@ -268,7 +269,7 @@ class _Search:
         """Return the time of a step in which one rank offloads."""
         actions: list[Actions] = [{} for _ in self.orders]
         actions[rank] = placement.actions()
-        return max(rank.end for rank in self.pipeline.run(actions))
+        return max(rank.compute for rank in self.pipeline.run(actions))
 
     @property
     def allowed(self) -> float:
@@ -295,7 +296,7 @@ class _Search:
             offloading = [k for k, budget in enumerate(budgets) if budget is None and found[k][0].placed]
             if seconds <= self.allowed or not offloading:
                 return found
-            worst = max(offloading, key=lambda k: ranks[k].stall_seconds)
+            worst = max(offloading, key=lambda k: ranks[k].stalled)
             profile = self.profiles[worst]
             found[worst] = RankPlacement(profile, list(profile.needs)), "Offloading would cost time here."
 
@@ -345,9 +346,9 @@ class _Search:
         free = found[1] <= self.allowed
         return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
 
-    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankSimulation], float]:
+    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankRun], float]:
         ranks = self.pipeline.run([placement.actions() for placement, _ in found])
-        return ranks, max((rank.end for rank in ranks), default=0.0)
+        return ranks, max((rank.compute for rank in ranks), default=0.0)
 
     def _plan(
         self, rank: int, placement: RankPlacement, names: Mapping[int, Sequence[str]] | None = None
@@ -373,8 +374,8 @@ class _Search:
                 self._plan(number, placement, names),
                 seconds=seconds,
                 baseline_seconds=self.baseline_seconds,
-                peak_bytes=ranks[number].device_peak_bytes,
-                saved_peak_bytes=ranks[number].peak_bytes,
+                peak_bytes=ranks[number].peak,
+                saved_peak_bytes=ranks[number].saved_peak,
                 because=because,
             )
             for number, (placement, because) in enumerate(found)

@@ -17,10 +17,9 @@ from .pipeline import (
     read_order,
 )
 from .pipeline_plan import PipelinePlan
-from .pipeline_simulation import PipelineSimulation, RankSimulation, simulate_pipeline
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
-from .simulate import simulate
+from .simulate import PipelineSimulation, RankSimulation, simulate, simulate_pipeline
 from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = [

@@ -1,20 +1,35 @@
-"""Simulation of a plan: from bytes, times and a link to a timeline, the peak and the stalls.
+"""Simulation of plans: from bytes, times and a link to a timeline, the peak and the stalls.
 
-Each queue of a device has a clock: compute, offload (D2H) and reload (H2D).  An operation begins when its queue is free
-and what it waits for is done.  The engine on the reference device performs the same operations in the same order.
+A forward and a backward of a model is a pipeline of one rank and one microbatch, with a stage for each layer, because a
+plan of a model can act where each layer starts and where it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import inf
 
-from .._arguments import check_kind, check_kinds, check_seconds
-from .costs import LayerCost, Link, Saved, backward_starts
-from .plan import Do, Plan, When
-from .timeline import Kind, Simulation, Span, Timeline
+from tabulate import tabulate
 
-__all__ = ["simulate"]
+from .._arguments import check_fits, check_kind, check_kinds, check_seconds
+from .costs import LayerCost, Link
+from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
+from .pipeline_plan import Actions, PipelinePlan
+from .plan import Plan, When
+from .run import NEVER, Compiled, RankRun
+from .stage_times import StageTimes
+from .timeline import Simulation, Timeline, mebibytes, milliseconds
+
+__all__ = [
+    "Pipeline",
+    "PipelineSimulation",
+    "RankSimulation",
+    "check_pipeline",
+    "simulate",
+    "simulate_pipeline",
+]
 
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_seconds: float = 0.0) -> Simulation:
@@ -72,275 +87,329 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
             f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "
             "give one LayerCost per layer, in order of the forward."
         )
-    run = _Run(plan, tuple(layers), _Clocks(link), _Memory(other=layers[0].other_bytes[0]), host_seconds)
-    for layer in range(plan.model_layers):
-        run.forward(layer)
-    forward_time, forward_stall = run.clocks.compute, run.clocks.stalled
-    run.clocks.stalled = 0.0
-    for layer in reversed(range(plan.model_layers)):
-        run.backward(layer)
+    order = model_order(len(layers))
+    pipeline = Pipeline([order], model_stages(layers), link, host_seconds=host_seconds, model=True, exact=True)
+    (rank,) = pipeline.run([model_actions(plan)], record=True)
+    (without,) = pipeline.run([{}]) if plan.steps else [rank]
+    behind = len(layers)  # the step behind the last forward
     return Simulation(
-        timeline=Timeline.build(run.clocks.spans, run.memory.resident, source="simulated"),
-        step_time=run.clocks.compute,
-        forward_time=forward_time,
-        baseline=backward_starts(layers)[-1],
-        forward_stall=forward_stall,
-        backward_stall=run.clocks.stalled,
-        reloaded_on_demand=run.on_demand,
-        device_peak_bytes=run.memory.peak,
+        timeline=rank.timeline(),
+        step_time=rank.compute,
+        forward_time=rank.starts[behind],
+        baseline=without.compute,
+        forward_stall=rank.stalls[behind],
+        backward_stall=rank.stalled - rank.stalls[behind],
+        reloaded_on_demand=rank.on_demand,
+        device_peak_bytes=rank.peak,
     )
 
 
-@dataclass(slots=True)
-class _Clocks:
-    """When compute, the host and the copies are done with what they have, in seconds since the step began."""
+@dataclass(frozen=True)
+class RankSimulation:
+    """What `simulate_pipeline` predicts for one rank.
 
-    link: Link
-    compute: float = 0.0
-    host: float = 0.0
-    stalled: float = 0.0
-    running: tuple[Kind, int] | None = None  # the forward or backward of a layer
-    start: float = 0.0  # when it began
-    since: float = 0.0  # when it began, or went on after a stall
-    stalled_before: float = 0.0
-    host_start: float = 0.0
-    d2h: float = 0.0  # end of the last copy to the host
-    h2d: float = 0.0
-    spans: list[Span] = field(default_factory=list)
+    Parameters
+    ----------
+    end : float
+        Seconds until its last computation has ended.
+    bubble_seconds : float
+        Seconds for which compute waited for what other ranks send, before its last computation.
+    stall_seconds : float
+        Seconds for which compute waited for copies.
+    peak_bytes : int
+        Largest number of bytes of saved activations on the device at one time.
+    device_peak_bytes : int
+        The same with all that the costs name beside them.
+    bytes_offloaded, bytes_reloaded : int
+        Bytes copied to the host and back.
+    starts : tuple of float
+        When each computation of the order starts.
+    record : callable
+        Returns the timeline.
+    """
 
-    def begin(self, kind: Kind, layer: int) -> None:
-        """Begin the compute of a layer."""
-        self.running = kind, layer
-        self.start = self.since = self.compute
-        self.stalled_before = self.stalled
-        self.host_start = self.host
+    end: float
+    bubble_seconds: float
+    stall_seconds: float
+    peak_bytes: int
+    device_peak_bytes: int
+    bytes_offloaded: int
+    bytes_reloaded: int
+    starts: tuple[float, ...]
+    record: Callable[[], Timeline] = field(repr=False, compare=False)
 
-    def reach(self, seconds: float, host_seconds: float) -> None:
-        """Let compute run until a time, in seconds since the begin of the layer without stalls, and never back.
-
-        The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
-        """
-        self.host = max(self.host, self.host_start + host_seconds)
-        self.compute = max(self.compute, self.start + seconds + self.stalled - self.stalled_before, self.host)
-
-    def hook(self, seconds: float) -> None:
-        """Let the host spend some seconds on a saved tensor."""
-        self.host += seconds
-        self.host_start += seconds
-
-    def end(self) -> None:
-        """End the compute of a layer, or of the part of it before a stall."""
-        if self.running is not None and self.compute > self.since:
-            self.spans.append(Span(*self.running, self.since, self.compute))
-        self.running = None
-
-    def wait(self, time: float, layer: int) -> None:
-        """Let compute wait for a copy of a layer."""
-        start, running = self.compute, self.running
-        if time <= start:
-            return
-        self.end()
-        self.compute = self.since = time
-        self.stalled += time - start
-        self.spans.append(Span(Kind.STALL, layer, start, time))
-        self.running = running
-
-    def copy_out(self, layer: int, nbytes: int, ready: float) -> float:
-        """Queue a copy to the host; return when it is done."""
-        start = max(self.d2h, ready)
-        self.d2h = self._copied(start, nbytes, self.h2d, back=False)
-        self.spans.append(Span(Kind.D2H, layer, start, self.d2h, nbytes))
-        return self.d2h
-
-    def copy_back(self, layer: int, nbytes: int) -> float:
-        """Queue a copy to the device, at the present time of compute; return when it is done."""
-        start = max(self.h2d, self.compute)
-        self.h2d = self._copied(start, nbytes, self.d2h, back=True)
-        self.spans.append(Span(Kind.H2D, layer, start, self.h2d, nbytes))
-        return self.h2d
-
-    def _copied(self, start: float, nbytes: int, busy: float, *, back: bool) -> float:
-        link = self.link
-        seconds = nbytes / (link.h2d if back else link.d2h)
-        if busy <= start:
-            return start + (link.latency + seconds)
-        return link.end(start + link.latency, seconds, busy, back=back)
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes."""
+        return self.record()
 
 
-@dataclass(slots=True)
-class _Memory:
-    """The bytes on the device: resident saved tensors, and the other bytes at the borders of sections of the step."""
+@dataclass(frozen=True)
+class PipelineSimulation:
+    """What `simulate_pipeline` predicts for one step of a schedule; ``print`` gives a table by rank.
 
-    other: int  # at the latest border
-    nbytes: int = 0  # of resident saved tensors
-    peak: int = 0  # with other bytes and temporaries
-    at_border: int = 0  # resident at the latest border
-    highest: int = 0  # resident since then
-    resident: list[tuple[float, int]] = field(default_factory=list)
+    Parameters
+    ----------
+    ranks : tuple of RankSimulation
+        One for each rank.
+    baseline : tuple of RankSimulation
+        The same without offloading.
+    """
 
-    def occupy(self, nbytes: int, time: float) -> None:
-        """Allocate or free the memory of saved tensors at a time of compute."""
-        if nbytes:
-            self.nbytes += nbytes
-            self.highest = max(self.highest, self.nbytes)
-            self.resident.append((time, self.nbytes))
+    ranks: tuple[RankSimulation, ...]
+    baseline: tuple[RankSimulation, ...]
 
-    def reserve(self, nbytes: int) -> None:
-        """Count memory that is allocated before `occupy` says what for."""
-        self.highest = max(self.highest, self.nbytes + nbytes)
+    @property
+    def step_time(self) -> float:
+        """Seconds until the last rank has ended."""
+        return max(rank.end for rank in self.ranks)
 
-    def border(self, other: int, temporary: int = 0) -> None:
-        """End a section of the step, in which so much was allocated for a time."""
-        between = self.highest - max(self.at_border, self.nbytes)
-        borders = max(self.at_border + self.other, self.nbytes + other)
-        self.peak = max(self.peak, borders + between + temporary)
-        self.other, self.at_border, self.highest = other, self.nbytes, self.nbytes
+    @property
+    def baseline_time(self) -> float:
+        """The same without offloading."""
+        return max(rank.end for rank in self.baseline)
+
+    @property
+    def slowdown(self) -> float:
+        """Step time divided by that without offloading; 1.0 means that offloading costs no time."""
+        return self.step_time / self.baseline_time if self.baseline_time else 1.0
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                str(number),
+                mebibytes(without.device_peak_bytes),
+                mebibytes(rank.device_peak_bytes),
+                mebibytes(rank.bytes_offloaded),
+                milliseconds(rank.stall_seconds),
+                milliseconds(rank.bubble_seconds),
+            ]
+            for number, (rank, without) in enumerate(zip(self.ranks, self.baseline, strict=True))
+        ]
+        header = ["rank", "peak without", "peak", "offloaded", "stalled", "bubbles"]
+        table = tabulate(rows, header, disable_numparse=True, colalign=("right",) * len(header))
+        return f"step {milliseconds(self.step_time)}, {self.slowdown:.3f} x no offload\n\n{table}"
 
 
-@dataclass(slots=True)
-class _Held:
-    """One saved tensor in the run."""
+def simulate_pipeline(
+    orders: Sequence[Sequence[Step]],
+    stages: Sequence[StageCost],
+    link: Link,
+    plans: Sequence[PipelinePlan | None] | None = None,
+    *,
+    send_latency: float = 0.0,
+    send_bandwidth: float = inf,
+) -> PipelineSimulation:
+    """Predict one step of a pipeline schedule on all ranks.
 
-    cost: Saved
-    ready: float  # compute has written it
-    copied: float = 0.0  # its copy on the host is complete
-    on_device: bool = True
-    arrival: float = 0.0  # its copy back is complete
+    Parameters
+    ----------
+    orders : sequence of sequences of Step
+        What each rank computes, in order.  Of a schedule of PyTorch with several stages a rank they are
+        ``[read_order(schedule.pipeline_order[rank]) for rank in range(ranks)]``.
+    stages : sequence of StageCost
+        What one microbatch costs on each stage.
+    link : Link
+        How fast copies between a device and its host are while all ranks copy.
+    plans : sequence, optional
+        What each rank offloads; None for a rank that offloads nothing, and by default for all.
+    send_latency, send_bandwidth : float
+        Seconds and bytes per second for sending the output of a stage, or its gradient, to another rank.
+
+    Returns
+    -------
+    PipelineSimulation
+        Times in seconds, sizes in bytes.
+
+    Raises
+    ------
+    ValueError
+        If the orders name a stage without a cost or cannot be executed, or a plan is for another order.
+
+    Notes
+    -----
+    A forward starts when that of the previous stage is sent, a backward when that of the next stage is.  What stages
+    send that are in no order is there from the start.  Sends do not take time of compute.  Copies of a chunk to the
+    host start as its tensors are saved, those back at the moment of the plan, and in one direction they run one after
+    the other.  Bytes are counted as `PipelinePlan` says; since the plan says when, they do not depend on times.
+    Gradients of weights are there from the first backward of their group in the step.
+
+    Examples
+    --------
+    >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b, simulate_pipeline
+    >>> stage = StageCost((LayerCost.even(2**30, forward=0.010, backward=0.020),))
+    >>> print(simulate_pipeline(one_f_one_b(ranks=2, microbatches=4), [stage] * 2, Link(d2h=50e9, h2d=50e9)))
+    step 150.00 ms, 1.000 x no offload
+    <BLANKLINE>
+      rank    peak without        peak    offloaded    stalled    bubbles
+    ------  --------------  ----------  -----------  ---------  ---------
+         0      2048.0 MiB  2048.0 MiB      0.0 MiB    0.00 ms   30.00 ms
+         1      1024.0 MiB  1024.0 MiB      0.0 MiB    0.00 ms   10.00 ms
+    """
+    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    if plans is not None:
+        check_kinds(PipelinePlan, optional=True, plans=plans)
+    steps = [tuple(order) for order in orders]
+    nothing: list[PipelinePlan | None] = [None] * len(steps)
+    planned = nothing if plans is None else list(plans)
+    _check_plans(steps, stages, planned)
+    pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
+    baseline = ranks = _simulated(pipeline, [{}] * len(steps))
+    if any(plan is not None and plan.transfers for plan in planned):
+        ranks = _simulated(pipeline, [{} if plan is None else plan.actions for plan in planned])
+    return PipelineSimulation(ranks, baseline)
 
 
-@dataclass(slots=True)
-class _Run:
-    """The clocks, the memory and the live tensors."""
+def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
+    def record(number: int) -> Timeline:
+        return pipeline.run(actions, record=True)[number].timeline()
 
-    plan: Plan
-    layers: tuple[LayerCost, ...]
-    clocks: _Clocks
-    memory: _Memory
-    host_seconds: float
-    on_demand: int = 0
-    releasing: int | None = None  # the layer that is released incrementally by the forward
-    to_release: dict[int, int] = field(default_factory=dict)  # bytes
-    offloading: set[int] = field(default_factory=set)
-    released: set[int] = field(default_factory=set)
-    held: dict[int, list[_Held]] = field(default_factory=dict)
+    return tuple(
+        RankSimulation(
+            end=rank.compute,
+            bubble_seconds=rank.bubble,
+            stall_seconds=rank.stalled,
+            peak_bytes=rank.saved_peak,
+            device_peak_bytes=rank.peak,
+            bytes_offloaded=rank.bytes_out,
+            bytes_reloaded=rank.bytes_back,
+            starts=tuple(rank.starts),
+            record=partial(record, number),
+        )
+        for number, rank in enumerate(pipeline.run(actions))
+    )
 
-    def forward(self, layer: int) -> None:
-        cost, clocks = self.layers[layer], self.clocks
-        tensors = self.held[layer] = []
-        self._gap(cost.gap_forward, cost.other_bytes[0], cost.gap_forward_temporary)
-        self._act(When.FORWARD_START, layer)
-        clocks.begin(Kind.FORWARD, layer)
-        if cost.unpacks_at_once:
-            self.memory.reserve(cost.nbytes)  # its forward has written all before it saves any
-        for saved in cost.saved:
-            clocks.reach(saved.saved_at * cost.forward, saved.saved_at * cost.host_forward)
-            tensors.append(_Held(saved, ready=clocks.compute))
-            self._occupy(saved.nbytes)
-            self._release_incrementally(saved.nbytes)
-            if layer in self.offloading:
-                clocks.hook(self.host_seconds)
-                self._copy_out(layer, tensors[-1])
-        clocks.reach(cost.forward, cost.host_forward)
-        self.releasing = None
-        clocks.end()
-        self._occupy(cost.kept_bytes)
-        self.memory.border(cost.other_bytes[1], cost.forward_temporary)
-        self._act(When.FORWARD_END, layer)
 
-    def _gap(self, seconds: float, other: int, temporary: int) -> None:
-        """Compute between two layers."""
-        self.clocks.compute += seconds
-        self.memory.border(other, temporary)
+def check_pipeline(
+    orders: Sequence[Sequence[Step]],
+    stages: Sequence[StageCost],
+    link: Link,
+    send_latency: float,
+    send_bandwidth: float,
+) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that is of another type."""
+    check_kinds(Sequence, orders=orders)
+    for rank, order in enumerate(orders):
+        check_kinds(Step, optional=False, **{f"orders[{rank}]": order})
+    check_kinds(StageCost, stages=stages)
+    check_kind(Link, link=link)
+    check_seconds(send_latency=send_latency)
+    check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
 
-    def _release_incrementally(self, nbytes: int) -> None:
-        earlier = self.releasing
-        if earlier is None or earlier in self.released:
-            return
-        self.to_release[earlier] = self.to_release.get(earlier, 0) + nbytes
-        for tensor in self.held[earlier]:
-            if self.to_release[earlier] <= 0:
-                break
-            if tensor.on_device:
-                self.clocks.wait(tensor.copied, earlier)
-                tensor.on_device = False
-                self._occupy(-tensor.cost.nbytes)
-                self.to_release[earlier] -= tensor.cost.nbytes
 
-    def backward(self, layer: int) -> None:
-        cost, clocks = self.layers[layer], self.clocks
-        self._gap(cost.gap_backward, cost.other_bytes[2], cost.gap_backward_temporary)
-        self._act(When.BACKWARD_START, layer)
-        clocks.begin(Kind.BACKWARD, layer)
-        tensors = self.held.pop(layer)
-        # The copies of a layer that was never released may still read its memory.
-        still_read = layer in self.offloading and layer not in self.released
-        copied = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
-        in_use = 0
-        for tensor in [tensors[k] for k in cost.order_of_use]:
-            if not cost.unpacks_at_once:
-                at = tensor.cost.needed_at
-                clocks.reach(at * cost.backward, at * cost.host_backward)
-                self._free(in_use, copied, layer)
-                in_use = 0
-            in_use += tensor.cost.nbytes
-            if layer in self.offloading:
-                clocks.hook(self.host_seconds)
-            if not tensor.on_device:
-                self.on_demand += 1
-                self._occupy(tensor.cost.nbytes)
-                self._copy_back(layer, tensor)
-            clocks.wait(tensor.arrival, layer)
-        clocks.reach(cost.backward, cost.host_backward)
-        self._free(in_use, copied, layer)
-        clocks.end()
-        self._occupy(-cost.kept_bytes)
-        self.memory.border(cost.other_bytes[3], cost.backward_temporary)
-        self._act(When.BACKWARD_END, layer)
+def _check_plans(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: list[PipelinePlan | None]) -> None:
+    if len(plans) != len(orders):
+        raise ValueError(f"There are {len(plans)} plans for {len(orders)} ranks; give one for each.")
+    for rank, (order, plan) in enumerate(zip(orders, plans, strict=True)):
+        missing = {step.stage for step in order} - set(range(len(stages)))
+        if missing:
+            raise ValueError(f"Rank {rank} has stage {min(missing)}, but there are costs of {len(stages)} stages.")
+        late = {s.stage for s in order if s.computation is Computation.BACKWARD_INPUT and not stages[s.stage].splits}
+        if late - {0}:
+            raise ValueError(f"Stage {max(late)} has an input backward, but its cost has no splits.")
+        if plan is None:
+            continue
+        if plan.order != order:
+            raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
+        for stage, names in plan.names.items():
+            if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
+                raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
 
-    def _free(self, nbytes: int, copied: float, layer: int) -> None:
-        """Free a tensor in backward, once nothing reads it."""
-        if nbytes:
-            self.clocks.wait(copied, layer)
-        self._occupy(-nbytes)
 
-    def _act(self, when: When, layer: int) -> None:
-        actions = self.plan.at(when, layer)
-        for action in actions:
-            if action.do is Do.OFFLOAD:
-                self._offload(action.layer)
-            elif action.do is Do.INCREMENTAL_RELEASE:
-                self.releasing = action.layer
-            elif action.do is Do.RELEASE:
-                self._release(action.layer)
-            else:
-                self._reload(action.layer)
-        if actions:  # [guard: simulated peak of an event]
-            self.memory.border(self.memory.other)
+class Pipeline:
+    """The orders and costs of all ranks, which can be run with any plans.
 
-    def _offload(self, layer: int) -> None:
-        self.offloading.add(layer)
-        for tensor in self.held.get(layer, ()):
-            self._copy_out(layer, tensor)
+    Parameters
+    ----------
+    orders, stages, link, send_latency, send_bandwidth
+        As in `simulate_pipeline`.
+    host_seconds : float
+        As in `simulate`.
+    model : bool
+        Each stage runs once, and `LayerCost.other_bytes` of its groups are read.
+    exact : bool
+        Each saved tensor is copied and freed alone; otherwise all of a group, which takes as long.
+    """
 
-    def _release(self, layer: int) -> None:
-        tensors = [tensor for tensor in self.held[layer] if tensor.on_device]
-        self.released.add(layer)
-        self.clocks.wait(max((tensor.copied for tensor in tensors), default=0.0), layer)
-        for tensor in tensors:
-            tensor.on_device = False
-        self._occupy(-sum(tensor.cost.nbytes for tensor in tensors))
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Step]],
+        stages: Sequence[StageCost],
+        link: Link,
+        send_latency: float = 0.0,
+        send_bandwidth: float = inf,
+        *,
+        host_seconds: float = 0.0,
+        model: bool = False,
+        exact: bool = False,
+    ) -> None:
+        self.link, self.host_seconds, self.model = link, host_seconds, model
+        self.latency, self.bandwidth = send_latency, send_bandwidth
+        known = {id(cost): StageTimes.of(cost, link, exact=exact, in_step=model) for cost in stages}  # some are equal
+        self.times = [known[id(cost)] for cost in stages]
+        self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
+        self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
+        self.compiled = [[self._compile(rank, step) for step in order] for rank, order in enumerate(orders)]
 
-    def _reload(self, layer: int) -> None:
-        tensors = [tensor for tensor in self.held[layer] if not tensor.on_device]
-        self._occupy(sum(tensor.cost.nbytes for tensor in tensors))
-        for tensor in reversed(tensors):
-            self._copy_back(layer, tensor)
+    def _compile(self, rank: int, step: Step) -> Compiled:
+        cost, forward = self.times[step.stage].cost, step.computation is Computation.FORWARD
+        if step.computation is Computation.BACKWARD_WEIGHT:
+            return Compiled(-1, -1, 0.0, step)
+        before, behind = (step.stage - 1, step.stage + 1) if forward else (step.stage + 1, step.stage - 1)
 
-    def _copy_out(self, layer: int, tensor: _Held) -> None:
-        tensor.copied = self.clocks.copy_out(layer, tensor.cost.nbytes, tensor.ready)
+        def message(stage: int) -> int:
+            return (2 * stage + forward) * self.microbatches + step.microbatch
 
-    def _copy_back(self, layer: int, tensor: _Held) -> None:
-        tensor.arrival, tensor.on_device = self.clocks.copy_back(layer, tensor.cost.nbytes), True
+        nbytes = cost.sent_forward if forward else cost.sent_backward
+        far = self.rank_of.get(behind, rank) != rank
+        delay = self.latency + nbytes / self.bandwidth if far else 0.0
+        return Compiled(message(before) if before in self.rank_of else -1, message(step.stage), delay, step)
 
-    def _occupy(self, nbytes: int) -> None:
-        self.memory.occupy(nbytes, self.clocks.compute)
+    def run(self, actions: Sequence[Actions], *, record: bool = False) -> list[RankRun]:
+        """Run every rank with its actions as far as it comes, until all have ended."""
+        arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
+        ranks = [self._rank(steps, acts, record) for steps, acts in zip(self.compiled, actions, strict=True)]
+        waiting: dict[int, int] = {}
+        ready = list(reversed(range(len(ranks))))
+        while ready:
+            number = ready.pop()
+            needed = ranks[number].advance(arrivals, waiting, ready)
+            if needed >= 0:
+                waiting[needed] = number
+        for number in waiting.values():
+            step = ranks[number].steps[len(ranks[number].starts)].step
+            raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
+        return ranks
+
+    def _rank(self, steps: Sequence[Compiled], actions: Actions, record: bool) -> RankRun:
+        other = sum(self.times[stage].cost.other_bytes for stage in {each.step.stage for each in steps})
+        label = 0 if self.model else 1
+        return RankRun(steps, self.times, self.link, other, actions, self.host_seconds, label, record)
+
+
+# A model as a pipeline
+
+
+def model_order(layers: int) -> tuple[Step, ...]:
+    """Return the steps of a model: the forward of each layer, then the backward of each."""
+    forward = [Step(layer, Computation.FORWARD, 0) for layer in range(layers)]
+    return (*forward, *(step._replace(computation=Computation.BACKWARD) for step in reversed(forward)))
+
+
+def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
+    """Return the stages of a model, one for each layer."""
+    known = {id(cost): StageCost((cost,)) for cost in layers}  # some are equal
+    return [known[id(cost)] for cost in layers]
+
+
+def model_actions(plan: Plan) -> Actions:
+    """Return the actions of a plan by step and position."""
+    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
+    for event, acts in plan.steps.items():
+        when, layer = event.when, event.layer
+        backward = when in (When.BACKWARD_START, When.BACKWARD_END)
+        step = 2 * plan.model_layers - 1 - layer if backward else layer
+        position = int(when in (When.FORWARD_END, When.BACKWARD_END))
+        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in acts)
+        actions.setdefault(step, {})[position] = chunks
+    return actions

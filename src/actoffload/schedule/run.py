@@ -1,0 +1,390 @@
+"""The run of one rank: its clocks, its memory and the copies of its chunks.
+
+Each rank has four clocks: compute, host, and one copy queue for each direction.  An operation begins when its queue is
+free and what it waits for is done.  The engine on the reference device performs the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .costs import Link
+from .pipeline import ChunkAction, Computation, Moment, Step
+from .pipeline_plan import Actions
+from .plan import Do
+from .stage_times import Part, Piece, StageTimes
+from .timeline import Kind, Span, Timeline
+
+__all__ = ["NEVER", "Compiled", "Level", "RankRun"]
+
+NEVER = -1.0
+"""When something arrives that is not sent yet."""
+
+WEIGHTS = Computation.BACKWARD, Computation.BACKWARD_WEIGHT
+"""What computes gradients of weights."""
+
+Key = tuple[int, int, int]
+"""Stage, microbatch and group: a `Chunk`."""
+
+
+class Compiled(NamedTuple):
+    """A step with what is looked up for it."""
+
+    needs: int  # number of what another stage sends, or -1
+    sends: int  # number of what it sends, or -1
+    delay: float  # seconds until that is where it is needed
+    step: Step
+
+
+class Level(NamedTuple):
+    """A moment: when it comes, the bytes that are needed at most until the next one, and whether compute follows."""
+
+    moment: Moment
+    when: float
+    need: int
+    runs: bool
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A piece in the run."""
+
+    piece: Piece
+    ready: float  # compute has written it, or its first tensor
+    copied: float = 0.0  # its copies on the host are complete
+    on_device: bool = True
+    arrival: float = 0.0  # its copies back are complete
+
+
+@dataclass(slots=True)
+class RankRun:
+    """One rank that runs.  The clocks are seconds since the step of the schedule began."""
+
+    steps: Sequence[Compiled]
+    times: Sequence[StageTimes]  # of all stages
+    link: Link
+    other: int  # bytes on the device beside saved tensors, without those of `Part.levels`
+    actions: Actions
+    host_seconds: float = 0.0  # of the host for each tensor of an offloaded group, in forward and in backward
+    label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the stage
+    record: bool = False  # a timeline and the levels of memory; it takes about as long as the run
+    compute: float = 0.0
+    host: float = 0.0
+    d2h: float = 0.0
+    h2d: float = 0.0
+    bubble: float = 0.0
+    stalled: float = 0.0
+    on_demand: int = 0  # tensors that were reloaded only when backward used them
+    saved: int = 0  # bytes of saved tensors
+    saved_peak: int = 0
+    peak: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    starts: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)  # seconds of stalls before each step
+    spans: list[Span] = field(default_factory=list)
+    resident: list[tuple[float, int]] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
+    # Memory since the latest border, which is where compute starts or ends and where something was done.
+    _at_border: int = 0  # saved bytes there
+    _other_there: int = 0
+    _highest: int = 0  # saved bytes since
+    _held: dict[Key, list[_Copy]] = field(default_factory=dict)
+    _offloading: set[Key] = field(default_factory=set)
+    _released: set[Key] = field(default_factory=set)
+    _halved: set[Key] = field(default_factory=set)  # between two backwards
+    _releasing: Key | None = None  # what the forward releases incrementally
+    _to_release: dict[Key, int] = field(default_factory=dict)  # bytes
+    _with_gradients: set[int] = field(default_factory=set)  # stages
+    _running: tuple[Kind, int] | None = None
+    _since: float = 0.0  # when compute began, or went on after a stall
+
+    def __post_init__(self) -> None:
+        if self.steps:
+            step = self.steps[0].step
+            parts = self.times[step.stage].parts[step.computation]
+            self._other_there = self.other + (parts[0].levels[0] if parts else 0)
+        self.peak = self.other
+
+    def advance(self, arrivals: list[float], waiting: dict[int, int], ready: list[int]) -> int:
+        """Run until a step needs what is not sent yet; return the number of that, or -1 at the end.
+
+        A rank that waits for what this one sends goes from `waiting` to `ready`.
+        """
+        nothing: dict[int, tuple[ChunkAction, ...]] = {}
+        for number in range(len(self.starts), len(self.steps)):
+            needs, sends, delay, step = self.steps[number]
+            if needs >= 0:
+                arrival = arrivals[needs]
+                if arrival == NEVER:
+                    return needs
+                if arrival > self.compute:
+                    self.bubble += arrival - self.compute
+                    self.compute = arrival
+            self.starts.append(self.compute)
+            self.stalls.append(self.stalled)
+            self._step(number, step, self.times[step.stage], self.actions.get(number, nothing))
+            if sends >= 0:
+                arrivals[sends] = self.compute + delay
+                if sends in waiting:
+                    ready.append(waiting.pop(sends))
+        return -1
+
+    def _step(self, number: int, step: Step, times: StageTimes, actions: dict[int, tuple[ChunkAction, ...]]) -> None:
+        """Run a step group by group."""
+        stage, computation, microbatch = step
+        forward, count = computation is Computation.FORWARD, len(times.groups)
+        parts, level = times.parts[computation], 0
+        if forward:
+            self.other += times.cost.boundary_bytes + times.cost.output_bytes
+        first = computation in WEIGHTS and stage not in self._with_gradients
+        if first:
+            self._with_gradients.add(stage)
+        for position in range(count):
+            part = parts[position] if parts else None
+            if part is not None:
+                self.compute += part.gap
+                level = part.levels[0]
+                self._border(level, part.gap_temporary)
+            if position in actions:
+                self._act(actions[position], level)
+            if self.record:
+                self._note(Moment(number, position), level, runs=part is not None)
+            if part is None:  # an input backward without a split
+                continue
+            if forward:
+                self._forward(part, (stage, microbatch, position), times.pieces[position])
+            else:
+                self._backward(part, (stage, microbatch, count - 1 - position))
+            self.other += part.kept + times.gradients[position] if first else part.kept
+            level = part.levels[1]
+            self._border(level, part.temporary)
+        if not forward:
+            self._end_backward(stage, computation, microbatch, times)
+            self._at_border = self._highest = self.saved
+            self._other_there = self.other + level
+            self._border(level)
+        if count in actions:
+            self._act(actions[count], level)
+        if self.record:
+            self._note(Moment(number, count), level, runs=False)
+
+    def _end_backward(self, stage: int, computation: Computation, microbatch: int, times: StageTimes) -> None:
+        """Free what a backward frees where it ends."""
+        if computation is not Computation.BACKWARD_INPUT:
+            self.other -= times.cost.boundary_bytes
+        if not times.cost.splits or computation is Computation.BACKWARD:
+            return
+        freed = 0
+        for k, group in enumerate(times.groups):
+            key, trimmed = (stage, microbatch, k), group.nbytes - group.again_bytes  # not for the weight backward
+            if computation is Computation.BACKWARD_INPUT and key in self._offloading:
+                self._halved.add(key)
+                freed += trimmed
+            elif computation is Computation.BACKWARD_WEIGHT:
+                freed += group.nbytes - (trimmed if key in self._halved else 0)
+        self.other += times.recomputed if computation is Computation.BACKWARD_INPUT else -times.freed_late
+        self._occupy(-freed)
+
+    # Compute
+
+    def _reach(self, start: tuple[float, float, float], seconds: float, host_seconds: float) -> None:
+        """Let compute run until a time since its start, without stalls, and never back.
+
+        The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
+        """
+        host = start[1] + host_seconds
+        if host > self.host:
+            self.host = host
+        self.compute = max(self.compute, start[0] + seconds + self.stalled - start[2], self.host)
+
+    def _forward(self, part: Part, key: Key, pieces: tuple[Piece, ...]) -> None:
+        start = self._begin(Kind.FORWARD, key)
+        held = self._held[key] = []
+        offloading = key in self._offloading
+        if part.at_once:
+            self._highest = max(self._highest, self.saved + sum(piece.nbytes for piece in pieces))
+        for piece, use in zip(pieces, part.uses, strict=True):
+            self._reach(start, use.seconds, use.host)
+            copy = _Copy(piece, self.compute)
+            held.append(copy)
+            self._occupy(piece.nbytes)
+            if self._releasing is not None:
+                self._release_incrementally(self._releasing, piece.nbytes)
+            if offloading:
+                start = self._hook(start, piece.tensors)
+                self._copy_out(key, copy)
+        self._reach(start, part.seconds, part.host)
+        self._releasing = None
+        self._end()
+
+    def _backward(self, part: Part, key: Key) -> None:
+        start = self._begin(Kind.BACKWARD, key)
+        held = self._held.pop(key) if part.last else self._held[key]
+        offloading, copied, in_use = key in self._offloading, 0.0, 0
+        if offloading and key not in self._released:  # copies to the host may still read its memory
+            copied = max((copy.copied for copy in held), default=0.0)
+        for use in part.uses:
+            if not part.at_once:
+                self._reach(start, use.seconds, use.host)
+                if in_use:
+                    self._wait(copied, key)
+                    self._occupy(-in_use)
+                    in_use = 0
+            copy = held[use.piece]
+            if part.frees:
+                in_use += copy.piece.nbytes
+            if offloading:
+                start = self._hook(start, copy.piece.tensors)
+                if not copy.on_device:
+                    self.on_demand += copy.piece.tensors
+                    self._occupy(copy.piece.nbytes)
+                    self._copy_back(key, copy)
+                self._wait(copy.arrival - use.lead, key)
+        self._reach(start, part.seconds, part.host)
+        if in_use:
+            self._wait(copied, key)
+            self._occupy(-in_use)
+        self._end()
+
+    def _begin(self, kind: Kind, key: Key) -> tuple[float, float, float]:
+        """Begin the compute of a group; return the times of compute, host and stalls."""
+        if self.record:
+            self._running, self._since = (kind, key[self.label]), self.compute
+        return self.compute, self.host, self.stalled
+
+    def _hook(self, start: tuple[float, float, float], tensors: int) -> tuple[float, float, float]:
+        """Let the host spend its time on saved tensors, and begin to queue this compute as much later."""
+        seconds = self.host_seconds * tensors
+        self.host += seconds
+        return start[0], start[1] + seconds, start[2]
+
+    def _end(self) -> None:
+        """End the compute of a group, or of the part of it before a stall."""
+        if self._running is not None and self.compute > self._since:
+            self.spans.append(Span(*self._running, self._since, self.compute))
+        self._running = None
+
+    def _wait(self, time: float, key: Key) -> None:
+        """Let compute wait for a copy."""
+        start, running = self.compute, self._running
+        if time <= start:
+            return
+        self._end()
+        self.compute = self._since = time
+        self.stalled += time - start
+        if self.record:
+            self.spans.append(Span(Kind.STALL, key[self.label], start, time))
+        self._running = running
+
+    # Copies
+
+    def _copy_out(self, key: Key, copy: _Copy) -> None:
+        """Queue copies to the host."""
+        piece = copy.piece
+        begin = max(self.d2h, copy.ready)
+        done = self._copied(begin, piece.latency, piece.out, self.h2d, back=False)
+        self.d2h = copy.copied = max(done, copy.ready + piece.out_lag)
+        self.bytes_out += piece.nbytes
+        if self.record:
+            self.spans.append(Span(Kind.D2H, key[self.label], begin, self.d2h, piece.nbytes))
+
+    def _copy_back(self, key: Key, copy: _Copy, nbytes: int | None = None, seconds: float = 0.0) -> None:
+        """Queue copies to the device at the present time of compute: of all bytes, or of some."""
+        piece = copy.piece
+        if nbytes is None:
+            nbytes, seconds = piece.nbytes, piece.back
+        begin = max(self.h2d, self.compute)
+        self.h2d = copy.arrival = self._copied(begin, piece.latency, seconds, self.d2h, back=True)
+        copy.on_device = True
+        self.bytes_back += nbytes
+        if self.record:
+            self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, nbytes))
+
+    def _copied(self, start: float, latency: float, seconds: float, busy: float, *, back: bool) -> float:
+        if busy <= start:
+            return start + (latency + seconds)
+        return self.link.end(start + latency, seconds, busy, back=back)
+
+    # Actions
+
+    def _act(self, actions: tuple[ChunkAction, ...], level: int) -> None:
+        """Carry out the actions of a moment."""
+        for do, chunk in actions:
+            if do is Do.OFFLOAD:
+                self._offloading.add(chunk)
+                for copy in self._held.get(chunk, ()):
+                    self._copy_out(chunk, copy)
+            elif do is Do.INCREMENTAL_RELEASE:
+                self._releasing = chunk
+            elif chunk in self._halved:
+                group = self.times[chunk[0]].groups[chunk[2]]
+                self._occupy(-group.again_bytes if do is Do.RELEASE else group.again_bytes)
+                for copy in self._held[chunk]:  # one, or none if the group saves nothing
+                    copy.on_device = False
+                    if do is Do.RELOAD:
+                        self._copy_back(chunk, copy, group.again_bytes, group.again)
+            elif do is Do.RELEASE:
+                self._release(chunk)
+            else:
+                absent = [copy for copy in self._held[chunk] if not copy.on_device]
+                self._occupy(sum([copy.piece.nbytes for copy in absent]))
+                for copy in reversed(absent):
+                    self._copy_back(chunk, copy)
+        self._border(level)  # [guard: simulated peak of an event]
+
+    def _release(self, key: Key) -> None:
+        """Free what is on the device, when it is copied."""
+        self._released.add(key)
+        present = [copy for copy in self._held[key] if copy.on_device]
+        self._wait(max([copy.copied for copy in present], default=0.0), key)
+        for copy in present:
+            copy.on_device = False
+        self._occupy(-sum([copy.piece.nbytes for copy in present]))
+
+    def _release_incrementally(self, earlier: Key, nbytes: int) -> None:
+        if earlier in self._released:
+            return
+        self._to_release[earlier] = self._to_release.get(earlier, 0) + nbytes
+        for copy in self._held[earlier]:
+            if self._to_release[earlier] <= 0:
+                break
+            if copy.on_device:
+                self._wait(copy.copied, earlier)
+                copy.on_device = False
+                self._occupy(-copy.piece.nbytes)
+                self._to_release[earlier] -= copy.piece.nbytes
+
+    # Memory
+
+    def _occupy(self, nbytes: int) -> None:
+        """Allocate or free the memory of saved tensors."""
+        self.saved += nbytes
+        if self.saved > self._highest:
+            self._highest = self.saved
+        if self.saved > self.saved_peak:
+            self.saved_peak = self.saved
+        if self.record and nbytes:
+            self.resident.append((self.compute, self.saved))
+
+    def _border(self, level: int, temporary: int = 0) -> None:
+        """End a section of the step, in which so much was allocated for a time above what was there at its borders."""
+        other, saved = self.other + level, self.saved
+        need = max(self._at_border + self._other_there, saved + other) + temporary
+        need += self._highest - max(self._at_border, saved)
+        if need > self.peak:
+            self.peak = need
+        if self.levels and need > self.levels[-1].need:
+            self.levels[-1] = self.levels[-1]._replace(need=need)
+        self._other_there, self._at_border, self._highest = other, saved, saved
+
+    # What is recorded
+
+    def _note(self, moment: Moment, level: int, *, runs: bool) -> None:
+        self.levels.append(Level(moment, self.compute, self.saved + self.other + level, runs))
+
+    def timeline(self) -> Timeline:
+        """Return what was recorded."""
+        return Timeline.build(self.spans, self.resident, source="simulated")
