@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
 from actoffload.model.tuning import ranks
-from actoffload.model.tuning.board import Board, LostRankError
 from actoffload.model.tuning.ranks import WINDOW, ranks_of
+from actoffload.tune.exchange import Exchange, LostRankError
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]
@@ -67,10 +67,10 @@ class Program:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.local, self.ranks = dist.HashStore(), threading.local(), list[Rank]()
         self.calls: list[tuple[int, str]] = []
-        monkeypatch.setattr(ranks, "board_of", self.board)
+        monkeypatch.setattr(ranks, "exchange_of", self.exchange)
 
-    def board(self, model: object) -> Board:
-        return Board("model", self.local.rank, range(len(self.ranks)), lambda: self.store)
+    def exchange(self, model: object) -> Exchange:
+        return Exchange("model", self.local.rank, range(len(self.ranks)), lambda: self.store)
 
     def add(self, link: float = 1e4, memory: int | None = None, count: int = 8, nbytes: int = 4 * KIB, **more) -> Rank:
         device = Timed(link, link, memory=memory)
@@ -275,8 +275,8 @@ def test_steady_passes_post_nothing(program, monkeypatch):
     for _ in range(2):
         program.add(**LIMITED)
     program.run(10)
-    calls, call = [], Board._call
-    monkeypatch.setattr(Board, "_call", lambda self, *a: (calls.append(a[0]), call(self, *a))[1])
+    calls, call = [], Exchange._call
+    monkeypatch.setattr(Exchange, "_call", lambda self, *a: (calls.append(a[0]), call(self, *a))[1])
     program.run(2 * WINDOW)
     assert calls == ["check"] * 4, "one look for each rank and window"
 
@@ -286,7 +286,7 @@ def test_steady_passes_post_nothing(program, monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "LIMIT", 0.4)
+    monkeypatch.setattr("actoffload.tune.exchange.LIMIT", 0.4)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -324,7 +324,7 @@ def test_offloading_ends_in_the_deciding_rank_only(program, end, at):
     program.ranks[0].before[at] = end
     found = program.run(at + 6)
     assert len(found) == (at < 4)
-    assert all(each.startswith("In rank 0 offloading was ended during the first") for each in found)
+    assert all(each.startswith("Offloading has ended on rank 0. So this rank decides alone") for each in found)
     assert program.ranks[1].handle.plan.offloaded
     assert max(rank.seconds for rank in program.ranks) < 20
 
@@ -375,7 +375,7 @@ def test_a_store_that_does_not_answer():
             raise ConnectionResetError
 
     with pytest.raises(LostRankError, match=r"^The store .* does not answer \(ConnectionResetError\)"):
-        Board("model", 1, (0, 1), Dead).has("end")
+        Exchange("model", 1, (0, 1), Dead).has("end")
 
 
 # Later
@@ -421,7 +421,7 @@ def test_offloading_ends_after_measuring_again_was_announced(program):
     first.before[14] = lambda rank: states.append(rank.device.count(torch.zeros(8 * KIB // 4)))
     first.before[17] = ended  # pass 16 announces pass 24
     (warning,) = program.run(26)
-    assert warning.startswith("In rank 0 offloading was ended during the first steps. So this rank")
+    assert warning.startswith("Offloading has ended on rank 0. So this rank decides alone")
     assert program.ranks[1].seconds < 20
     assert program.ranks[1].handle.plan.offloaded, "the plan from before is kept"
 
@@ -432,7 +432,7 @@ def test_offloading_ends_after_measuring_again_was_announced(program):
 def test_arguments_that_differ(program):
     for layers in (2, 2, 3):
         program.add(num_layers=layers)
-    with pytest.raises(ValueError, match="num_layers is 2 in rank 0 and 3 in rank 2") as raised:
+    with pytest.raises(ValueError, match="num_layers is 2 on rank 0 and 3 on rank 2") as raised:
         program.run(1, together=False)
     assert {str(rank.error) for rank in program.ranks} == {str(raised.value)}
     assert [type(rank.error) for rank in program.ranks] == [ValueError] * 3
@@ -507,4 +507,4 @@ def test_two_processes():
     assert first["steps"]["stages"] == [*ALL, *[""] * 2]
     assert first["steps"]["settling"] == [*[True] * 4, *[False] * 2]
     assert first["steps"]["offloaded"]
-    assert "memory_budget is '1GiB' in rank 0 and '2GiB' in rank 1. Pass the same" in first["budget"]
+    assert "memory_budget is '1GiB' on rank 0 and '2GiB' on rank 1. Pass the same" in first["budget"]

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.model.tuning.board import Board, LostRankError, UnreadableError, read, written
 from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
-from actoffload.model.tuning.ranks import Decision, Lockstep
-from actoffload.pipeline.exchange import Measured, Settings, Tried
+from actoffload.model.tuning.ranks import Decision
+from actoffload.pipeline.planning import Measured, Tried
+from actoffload.pipeline.stages import Settings
 from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
+from actoffload.tune.exchange import Exchange, LostRankError, UnreadableError, read, written
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)
@@ -130,5 +131,5 @@ def test_a_hostile_message_runs_nothing(tmp_path: Path, number: int):
     store = dist.HashStore()
     store.set("model/0/1", data)
     with pytest.raises(LostRankError, match="A message in the store of the process group cannot be read"):
-        Lockstep(Board("model", 1, (0, 1), lambda: store)).decision(1)
+        Exchange("model", 1, (0, 1), lambda: store).receive(["0/1"], "")
     assert not path.exists()

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from actoffload.device import use
-from actoffload.pipeline import exchange
 from actoffload.schedule import PipelinePlan
+from actoffload.tune import exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -114,14 +114,15 @@ def with_fraction(schedule: Any) -> None:
 
 
 def offloaded_on(rank: int) -> dict[str, Any]:
-    """Offload on one rank alone; return what it warns of, and whether it is offloaded then."""
+    """Run steps that are offloaded on one rank alone; return what it warns of, and whether it is offloaded then."""
     schedule, modules = make("Schedule1F1B", 4)
-    handle = offloaded(schedule) if dist.get_rank() == rank else None
+    handle = offloaded(schedule)
+    if dist.get_rank() != rank:
+        handle.remove()
     with mock.patch.object(exchange, "LIMIT", 1.0), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(schedule, modules, 2)
-    installed = handle is not None and handle.installed
-    return {"message": " ".join(str(each.message) for each in found), "installed": installed}
+    return {"message": " ".join(str(each.message) for each in found), "installed": handle.installed}
 
 
 def removed() -> dict[str, Any]:

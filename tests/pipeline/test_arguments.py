@@ -13,7 +13,6 @@ from torch.distributed import pipelining
 
 import actoffload
 from actoffload import PipelineHandle, offload
-from actoffload.pipeline.exchange import RefusedError, Settings, _Line
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
 
@@ -134,23 +133,3 @@ def test_a_report_before_the_first_step():
         assert "0" in repr(handle)
         assert handle.table().to_dict()["ranks"][0]["rank"] == 0
         assert set(handle.stages) == {0}
-
-
-def test_a_refusal_and_the_next_call_that_come_while_a_rank_looks_for_them(monkeypatch):
-    """The message of the next call of another rank is none of this one, and what is wrong was posted before it."""
-    line, sent = _Line("pipeline", (0, 1), call=3, refused=0), []
-    board = line._board
-    assert board is not None
-    looked = board.has
-
-    def posted_in_between(key: str) -> bool:
-        found = looked(key)
-        if not sent:
-            sent.append(key)
-            line.refuse(Settings(1, {}, "fraction is 1.5"))
-            board.post("1", (4, "of the next call", 1, ("arguments",)))
-        return found
-
-    monkeypatch.setattr(board, "has", posted_in_between)
-    with pytest.raises(RefusedError, match=r"fraction is 1\.5"):
-        line.gather("mine")

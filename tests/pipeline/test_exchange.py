@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actoffload.pipeline.exchange import Measured, agreed
+from actoffload.pipeline.planning import Measured, agreed
 from actoffload.schedule import Link
 
 

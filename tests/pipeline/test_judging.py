@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actoffload.pipeline.exchange import Measured, Tried
-from actoffload.pipeline.planning import Limits, Trial, judge, plans_of
+from actoffload.pipeline.planning import Limits, Measured, Trial, Tried, judge, plans_of
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
 

@@ -102,7 +102,7 @@ def test_removed_on_one_rank(two):
         assert not seen["settling"]
         assert seen["held"] == [0, 0]
     assert not first["message"]
-    assert "Offloading has ended on rank 0 of the pipeline. So this rank offloads from here on" in second["message"]
+    assert "Offloading has ended on rank 0. So this rank offloads from here on" in second["message"]
 
 
 def test_other_microbatches_on_two_ranks(two):

@@ -32,8 +32,8 @@ from ..schedule.costs import LayerCost, Link
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
-from .exchange import Measured, Tried
 from .metering import Standing, StepMeter, even_costs, kept_outputs, measured_costs, with_temporaries
+from .planning import Measured, Tried
 from .stages import RankStage
 from .steering import has_grown
 

@@ -25,11 +25,10 @@ from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan
 from .conductor import Conductor
-from .exchange import Exchange, Settings, gather
 from .follow import NAMES, follow, is_schedule, is_supported, microbatches, observer_of, rank_of, stages_of
 from .planning import Limits
 from .runner import Runner
-from .stages import RankStage, entries_of, problem_of, replicas_of
+from .stages import PipelineRanks, RankStage, Settings, entries_of, gather, problem_of, replicas_of
 
 __all__ = ["PipelineHandle", "offload"]
 
@@ -190,7 +189,7 @@ def offload(
     if is_schedule(module):
         stages = stages_of(module)
         rank, group = rank_of(stages[0]) if stages else (0, None)
-        exchange = Exchange(group)
+        exchange = PipelineRanks(group)
         try:
             if num_layers is not None or plan is not None:
                 raise ValueError(
@@ -212,7 +211,7 @@ def _offload_schedule(
     schedule: Any,
     stages: list[Any],
     rank: int,
-    exchange: Exchange,
+    exchange: PipelineRanks,
     *,
     layers: Any,
     keep: Any,

@@ -10,25 +10,29 @@ so the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from ..planner import Variant, plan_pipeline
+from ..planner import OperatorCost, Variant, plan_pipeline
 from ..planner.variants import recomputed, saved_by
-from ..schedule.costs import Link
+from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.timeline import milliseconds, size
-from .exchange import Measured, Tried
+from ..tune.exchange import register
 
 __all__ = [
     "Limits",
+    "Measured",
     "Plans",
     "Trial",
+    "Tried",
     "Verdict",
     "act",
+    "agreed",
     "costs_time",
     "decision",
     "is_slow",
@@ -43,6 +47,53 @@ TRIES = 3  # plans of a kind that are tried because those before took more than 
 
 Plans = tuple[PipelinePlan, ...]
 """Of all ranks, in order."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank knows before all of them plan."""
+
+    rank: int
+    order: tuple[Step, ...]
+    names: Mapping[int, tuple[str, ...]]  # by stage
+    costs: Mapping[int, StageCost]  # by stage
+    link: Link
+    limit: int | None = None  # bytes of device memory
+    again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
+    bare: bool = False  # a step without offloading fits into its memory
+
+    def with_microbatches(self, numbers: Collection[int]) -> Measured:
+        """Return the same for a step with these microbatches, whose order is not known if they are others."""
+        same = {step.microbatch for step in self.order} == set(numbers)
+        return self if same else replace(self, order=())
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What one rank knows of a plan that all of them have tried."""
+
+    seconds: float  # of a step with the plan
+    without: float | None  # of a step without offloading, where all ranks have room for it
+    peak: int = 0  # bytes of device memory in the steps with the plan; 0 if not known
+
+
+register(Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant, OperatorCost)
+
+
+def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | None:
+    """Return what the ranks of pipelines that run the same stages plan with; None if one of them has no whole step.
+
+    The costs are those of the first pipeline; of memory it is the least, and of links the slowest.
+    """
+    found = []
+    for copies in zip(*pipelines, strict=True):
+        known = [each for each in copies if each is not None]
+        if len(known) < len(copies):
+            return None
+        limit = min((each.limit for each in known if each.limit is not None), default=None)
+        link, bare = Link.slowest(each.link for each in known), all(each.bare for each in known)
+        found.append(replace(known[0], limit=limit, link=link, bare=bare))
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from .._warnings import warn
 from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
-from ..model.tuning.board import LostRankError
 from ..report.ranks import PipelineReport
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
+from ..tune.exchange import LostRankError
 from .conductor import Conductor
-from .exchange import Exchange, Measured, Settings, Tried, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import actions_of, runs_backward, unfollow
-from .planning import Limits, Plans, Trial, act, costs_time, decision, is_slow, judge, plans_of
-from .stages import RankStage, replicas_of
+from .planning import Limits, Measured, Plans, Trial, Tried, act, agreed, costs_time, decision, is_slow, judge, plans_of
+from .stages import PipelineRanks, RankStage, Settings, disagreement, replicas_of
 
 __all__ = ["Runner"]
 
@@ -54,7 +53,7 @@ class Runner:
         settings: Settings,
         limits: Limits,
         rank: int,
-        exchange: Exchange,
+        exchange: PipelineRanks,
     ) -> None:
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in followed]
@@ -109,7 +108,7 @@ class Runner:
             self._lose(lost)
 
     def _exchange_what_is_known(self) -> None:
-        """Exchange the arguments before the first step, and plan when enough is measured."""
+        """PipelineRanks the arguments before the first step, and plan when enough is measured."""
         if self.number == 1:
             self._meet()
         elif self._alone:

@@ -186,7 +186,7 @@ class Tuner:
         aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
         if aside:
             self._timer.drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-            if self._ranks.lockstep is None:
+            if self._ranks.exchange is None:
                 return self._whole()
         self._close()
         self._number += 1
@@ -259,7 +259,7 @@ class Tuner:
     def _look_for_failures(self) -> None:
         """Run the script again, for less memory, if the device ran out of it with a plan."""
         failed, limit = self._engine.backend.out_of_memory_errors(), self.found.limit
-        if failed > self._failed and limit is not None and self._ranks.lockstep is None:
+        if failed > self._failed and limit is not None and self._ranks.exchange is None:
             self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
             less = f"plans leave {size(self._short)} of it from here on"
@@ -270,8 +270,7 @@ class Tuner:
 
     def _stage_of_pass(self, elements: int, *, aside: bool) -> Stage | None:
         """Return what a pass is for, the same in all ranks; None for the plan.  `aside`: it is not measured."""
-        lockstep = self._ranks.lockstep
-        follows = lockstep is not None and not lockstep.leads
+        follows = self._ranks.follows
         if self.stage is None and self._number % WINDOW == 0 and self._renews():
             self._begin(self._number)
         if self.stage is not None and follows:
@@ -290,9 +289,8 @@ class Tuner:
         # A pass that may not fit replays and offloads everything, and does not count.
         if aside or self.untimed or not fits:
             stage = Stage.FIRST
-        if lockstep is not None and lockstep.leads:
-            known = replace(self.found, choose=None, search_frontier=None)  # which are large
-            self._ranks.together(lambda lockstep: lockstep.decide(self._number, Decision(stage, known)))
+        known = replace(self.found, choose=None, search_frontier=None)  # which are large
+        self._ranks.decide(self._number, Decision(stage, known))
         # Ranks that follow count what was decided, so that `settling` is the same in all.
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
@@ -366,15 +364,15 @@ class Tuner:
             room, before = room_in(timed, self._engine.backend, self._budget), timed.meter.allocated_before
             # With gradient accumulation, gradients are there before some passes only.
             self._own = room, max(before, self._own[1] if self._own else 0)
-            self._ranks.together(lambda lockstep: lockstep.post_room(room))
+            self._ranks.show_room(room)
 
     def _follow(self) -> None:
         """Take what another rank decided for this pass.
 
         If that rank does not answer, go on alone: with the plan there is, or with the script if there is none.
         """
-        decision = self._ranks.together(lambda lockstep: lockstep.decision(self._number))
-        if decision is None or decision.found is None:
+        decision = self._ranks.decision(self._number)
+        if decision is None:
             self.stage = self._steps = None
             if self._chosen is None:
                 self._begin(self._number)
@@ -407,11 +405,9 @@ class Tuner:
                 "that plan is used."
             )
         passes = f"passes {self.begun} to {self._number}"
-        if (lockstep := self._ranks.lockstep) is not None:
-            passes += f" by rank {lockstep.leader}"
-            if lockstep.leads:
-                decision = Decision(found=chosen)
-                self._ranks.together(lambda lockstep: lockstep.decide(self._number, decision))
+        if self._ranks.exchange is not None:
+            passes += f" by rank {self._ranks.exchange.leader}"
+            self._ranks.decide(self._number, Decision(None, chosen))
         logger.info("%s", chosen.decision(self._title, passes))
 
     def _renews(self) -> bool:
@@ -419,14 +415,14 @@ class Tuner:
 
         It does if more memory is in use than the plan was made for, or all inputs have become larger.
         """
-        chosen, lockstep = self._chosen, self._ranks.lockstep
+        chosen = self._chosen
         assert chosen is not None
         self._in_use = self._engine.backend.in_use() or 0
         # [guard: first batch smaller than the others]
         wanted = self._larger >= LARGER or not chosen.fits(Stage.PLAN, 0, self._in_use)
-        if lockstep is None:
+        if self._ranks.exchange is None:
             return wanted
-        return bool(self._ranks.together(lambda lockstep: lockstep.begins_again(self._number, wanted=wanted)))
+        return bool(self._ranks.begins_again(self._number, wanted=wanted))
 
     def _settled_pass(self, elements: int) -> PassSettings:
         """Return how a pass is followed once there is a plan."""
@@ -443,5 +439,5 @@ class Tuner:
                 settings = replace(settings, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
             return settings
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
-        policies = self._policies if self._ranks.lockstep is None else self._roles_of(chosen).recompute
+        policies = self._policies if self._ranks.exchange is None else self._roles_of(chosen).recompute
         return self._leanest({**policies, **self._always})

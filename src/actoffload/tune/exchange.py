@@ -1,10 +1,14 @@
-"""Messages between ranks, through the key-value store of `torch.distributed`.
+"""Messages between the ranks of a model or a pipeline, through the key-value store of `torch.distributed`.
 
 `[Note: no collectives]`  A rank that deviates, because it ends early or runs another forward, must
 not make the others hang.  A collective would: it waits until all ranks take part.  A message lies in the store until
 it is read, and waiting for one has a limit.  The store is polled, because a wait inside of it blocks its other users in
 this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
 Messages are plain data, see [Note: messages].
+
+The first rank collects what the others send, and answers.  It waits half as long as the others wait for it, so that
+they learn from it who is missing.  Each meeting of ranks has keys of its own: it has a number, which counts the
+meetings of these ranks in the process.  A rank whose arguments are wrong posts why, and all others raise that.
 
 `[Note: messages]`  A process that can write to the store of `torch.distributed` can post a message.  If messages were
 pickles, such a message could run any code in every rank.  So reading a message makes plain values and objects of
@@ -17,17 +21,29 @@ from __future__ import annotations
 import enum
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..._torch.modules import default_store
+from .._torch.modules import default_store
 
-__all__ = ["Board", "LostRankError", "UnreadableError", "read", "register", "written"]
+__all__ = [
+    "Exchange",
+    "LostRankError",
+    "RefusedError",
+    "UnreadableError",
+    "disagreement",
+    "read",
+    "register",
+    "written",
+]
 
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
 _functions: dict[str, Callable[..., Any]] = {}  # of which a message may have a `partial`
@@ -52,7 +68,7 @@ def written(message: Any) -> bytes:
 def read(data: bytes) -> Any:
     """Return the message that was written as some bytes; raises an `UnreadableError` if it is none.
 
-    >>> from actoffload.model.tuning.board import read, written
+    >>> from actoffload.tune.exchange import read, written
     >>> read(written({1: (0.1, None, float("inf"))}))
     {1: (0.1, None, inf)}
     """
@@ -117,30 +133,53 @@ def _made(plain: Any) -> Any:
     return kind(**{key: _made(item) for key, item in content.items()})
 
 
+# Exchanges
+
+LIMIT = 120.0  # seconds for which a rank waits for the first one, which itself waits half as long for the others
 SHORTEST, LONGEST, PART = 1e-4, 0.02, 0.01  # pauses between two looks: seconds, and part of the time waited so far
+REFUSED = "refused"
+
+_meetings = Counter[tuple[str, tuple[int, ...]]]()  # so far, by name and ranks
 
 
 class LostRankError(Exception):
     """Another rank does not answer; the message says which, in a sentence."""
 
 
-class Board:
-    """The messages of one model.
+class RefusedError(Exception):
+    """Another rank takes no part, because something is wrong with its arguments; the first argument says what."""
+
+
+class Exchange:
+    """The messages of one meeting of ranks; any method may raise a `LostRankError`.
 
     Parameters
     ----------
     name : str
-        The same in all ranks, and of no other model.
+        The same in all ranks, and of no other meeting.
     rank : int
         Global rank of this process.
     ranks : sequence of int
-        Global ranks that run the model, ascending; the first one leads.
+        Global ranks that take part; the first one leads.
     store : callable, optional
         Returns the store, or None if there is none any more; that of the default process group unless given.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
         self.rank, self.ranks, self._name, self._store = rank, tuple(ranks), name, store or _store
+        self.leader = self.ranks[0]
+        self.leads = rank == self.leader
+        self._gone = set[int]()  # ranks that take no further part
+
+    @classmethod
+    def of(cls, name: str, ranks: Iterable[int]) -> Exchange:
+        """Return the next meeting of some ranks, for which all of them call this equally often."""
+        ranks = tuple(ranks)
+        _meetings[name, ranks] += 1
+        path = f"actoffload/{name}/{zlib.crc32(repr(ranks).encode())}/{_meetings[name, ranks]}"
+        return cls(path, dist.get_rank(), ranks)
+
+    # Messages
 
     def post(self, key: str, message: Any) -> None:
         """Post a message, in place of an earlier one with this key."""
@@ -162,27 +201,105 @@ class Board:
                 return None
             time.sleep(min(max(PART * waited, SHORTEST), LONGEST))
 
-    def read(self, key: str) -> Any:
-        """Return a message that is there, and leave it there."""
+    def take(self, key: str, readers: int = 1) -> Any:
+        """Return a message that is there, and delete it once that number of ranks has read it."""
+        path, found = self._path(key), self._read(key)
+        if readers > 1:
+            count = path + "/read"
+            if self._call("add", count, 1) < readers:
+                return found
+            self._call("delete_key", count)
+        self._call("delete_key", path)
+        return found
+
+    def _read(self, key: str) -> Any:
         try:
             return read(self._call("get", self._path(key)))
         except UnreadableError as error:
             raise LostRankError(f"A message in the store of the process group cannot be read ({error}).") from error
 
-    def remove(self, key: str) -> None:
-        """Delete a message, if it is there."""
-        self._call("delete_key", self._path(key))
+    # What ranks do together
 
-    def take(self, key: str, readers: int = 1) -> Any:
-        """Return a message that is there, and delete it once that number of ranks has read it."""
-        path, found = self._path(key), self.read(key)
-        if readers > 1:
-            read = path + "/read"
-            if self._call("add", read, 1) < readers:
-                return found
-            self._call("delete_key", read)
-        self._call("delete_key", path)
+    def send(self, key: str, value: Any) -> None:
+        """Post a value of this rank, which the first one collects."""
+        self.post(f"{key} {self.rank}", value)
+
+    def collect(self, key: str) -> tuple[dict[int, Any], list[int]]:
+        """Return what the other ranks sent, by rank, and the ranks that did not come in time.
+
+        These take no further part, as those that have left before.
+        """
+        until, found, missing = time.monotonic() + LIMIT / 2, dict[int, Any](), list[int]()
+        for rank in self.ranks[1:]:
+            if rank in self._gone:
+                continue
+            own, left = f"{key} {rank}", f"gone {rank}"
+            at = self.find([REFUSED, own, left], max(until - time.monotonic(), 0.0))
+            if at == own:
+                found[rank] = self.take(own)
+                continue
+            if at == REFUSED:
+                self._raise_refusal()
+            self._gone.add(rank)
+            missing += [rank] if at is None else []
+        return found, missing
+
+    def answer(self, key: str, value: Any) -> None:
+        """Post a value for all other ranks."""
+        self.post(key, value)
+
+    def receive(self, keys: Iterable[str], where: str) -> Any:
+        """Wait for an answer with one of some keys, and return it; `where` says where this rank waits for it."""
+        left = f"gone {self.leader}"
+        key = self.find([REFUSED, *keys, left], LIMIT)
+        if key is None:
+            raise LostRankError(self.waited([self.leader], where))
+        if key == REFUSED:
+            self._raise_refusal()
+        if key == left:
+            raise LostRankError(_ended(self.leader))
+        return self.take(key, len(self.ranks) - 1)
+
+    def gather(self, key: str, value: Any, where: str) -> list[Any]:
+        """Return the values of all ranks, in order; raise the same `LostRankError` in all, if one of them is lost."""
+        found, lost = [value], ""
+        if not self.leads:
+            self.send(key, value)
+            try:
+                found, lost = self.receive([key], where)
+            except LostRankError:
+                self._call("delete_key", self._path(f"{key} {self.rank}"))  # nobody waits for its answer
+                raise
+        else:
+            others, missing = self.collect(key)
+            left = self._gone.difference(missing)
+            lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
+            found += others.values()
+            if others:
+                self.answer(key, (found, lost))
+        if lost:
+            raise LostRankError(lost)
         return found
+
+    def waited(self, missing: Collection[int], where: str) -> str:
+        """Return for which ranks this one has waited, in a sentence."""
+        seconds = LIMIT / 2 if self.leads else LIMIT
+        return f"Rank {self.rank} waited {seconds:.0f} s for rank {', '.join(map(str, missing))} {where}."
+
+    def refuse(self, problem: Any) -> None:
+        """Let the others raise what is wrong in their first exchange."""
+        with suppress(LostRankError):
+            self.post(REFUSED, problem)
+
+    def leave(self) -> None:
+        """Let the others not wait for this rank."""
+        with suppress(LostRankError):
+            self.post(f"gone {self.rank}", True)
+
+    def _raise_refusal(self) -> NoReturn:
+        raise RefusedError(self._read(REFUSED))
+
+    # The store
 
     def _path(self, key: str) -> str:
         return f"{self._name}/{key}"
@@ -200,3 +317,26 @@ class Board:
 
 def _store() -> Any:
     return default_store() if default_store is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _ended(rank: int) -> str:
+    return f"Offloading has ended on rank {rank}."
+
+
+def disagreement(arguments: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return which argument of `offload` differs between two ranks, in a sentence; empty if none does.
+
+    >>> from actoffload.tune.exchange import disagreement
+    >>> wrong = disagreement({0: {"fraction": 0.5}, 1: {"fraction": None}})
+    >>> wrong.endswith("fraction is 0.5 on rank 0 and None on rank 1. Pass the same on every rank.")
+    True
+    """
+    (first, own), *others = arguments.items()
+    for rank, theirs in others:
+        for name, value in own.items():
+            if theirs.get(name) != value:
+                return (
+                    f"The ranks called actoffload.offload with different arguments: {name} is {value} on rank {first} "
+                    f"and {theirs.get(name)} on rank {rank}. Pass the same on every rank."
+                )
+    return ""
