@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import DEVICE, Recorder, Train, Way
-from stages import ranks_of, train_stages
+from stack import ranks_of, train_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from actoffload.moe import GroupedMLP, grouped_mlp, indices_to_multihot
 
-__all__ = ["SIZES", "MixtureSettings", "MixtureStage", "trainer"]
+__all__ = ["MixtureSettings", "MixtureStage", "trainer"]
 
 
 @dataclass(frozen=True)
@@ -38,60 +38,35 @@ class MixtureSettings:
     topk: int = 2
     microbatches: int = 12
 
-    def stage(self, pair: DeviceMesh | None = None, way: Way | None = None) -> nn.Module:
-        """Return the module of a stage, whose experts are spread over a mesh of ranks if there is one."""
-        return MixtureStage(self, pair, way or Way())
-
 
 SIZES = {"E4": MixtureSettings(2, (1, 8192, 4096), "bfloat16", heads=32, ffn=2048, experts=8)}
 SMALL = {"layers": 1, "shape": (1, 32, 32), "dtype": "float32", "heads": 2, "ffn": 48, "experts": 4, "microbatches": 4}
 
 
-# Newer names first; the older ones warn where these exist.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _Gather(torch.autograd.Function):
-    """Gather the rows of all ranks; the gradient is scattered and summed."""
+class _Exchange(torch.autograd.Function):
+    """Gather the rows of all ranks, or sum them and return the own part; the gradient is exchanged the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pair: Any) -> Tensor:
-        ctx.pair = pair
-        return _gathered(x, pair)
+    def forward(ctx: Any, x: Tensor, pair: Any, gathers: bool) -> Tensor:
+        ctx.pair, ctx.gathers = pair, gathers
+        return _gathered(x, pair) if gathers else _scattered(x, pair)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grads[0], ctx.pair), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sum the rows of all ranks and return the own part; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pair: Any) -> Tensor:
-        ctx.pair = pair
-        return _scattered(x, pair)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.pair), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grads[0], ctx.pair) if ctx.gathers else _gathered(grads[0], ctx.pair), None, None
 
 
 def _gathered(x: Tensor, pair: Any) -> Tensor:
     parts = x.new_empty(dist.get_world_size(pair) * len(x), *x.shape[1:])
-    _all_gather(parts, x.contiguous(), group=pair)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
+    gather(parts, x.contiguous(), group=pair)
     return parts
 
 
 def _scattered(x: Tensor, pair: Any) -> Tensor:
-    size = len(x) // dist.get_world_size(pair)
-    if x.device.type == "cpu":  # gloo has no reduce_scatter_tensor
-        x = x.clone()
-        dist.all_reduce(x, group=pair)
-        return x.narrow(0, size * dist.get_rank(pair), size).clone()
-    part = x.new_empty(size, *x.shape[1:])
-    _reduce_scatter(part, x.contiguous(), group=pair)
+    part = x.new_empty(len(x) // dist.get_world_size(pair), *x.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, x.contiguous(), group=pair)
     return part
 
 
@@ -115,7 +90,6 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(2))
@@ -131,7 +105,6 @@ class Experts(GroupedMLP):
             setattr(self, name, nn.Parameter(DTensor.from_local(weight.detach(), pair, [Shard(0)])))
 
     def forward(self, x: Tensor, counts: Tensor, *, padded: bool) -> Tensor:
-        """Apply the experts of this rank to tokens that are sorted by expert."""
         weights = (of.to_local() if isinstance(of, DTensor) else of for of in (self.fc1_weight, self.fc2_weight))
         return grouped_mlp(x, counts, *weights, padded=padded)
 
@@ -154,14 +127,14 @@ class Mixture(nn.Module):
         shape, rows = x.shape, self.norm(x).flatten(0, 1)
         probs, indices = self.router(rows).softmax(dim=-1).topk(self.topk)
         if self.pair is not None:
-            rows, probs = _Gather.apply(rows, self.pair), _Gather.apply(probs, self.pair)
+            rows, probs = _Exchange.apply(rows, self.pair, True), _Exchange.apply(probs, self.pair, True)
             indices = _gathered(indices, self.pair) - self.first
             indices = indices.where((indices >= 0) & (indices < self.local), -1)
         tokens, counts, weights = (self._dispatch_waiting if self.waits else self._dispatch)(indices, probs)
         padded = self.pair is not None and not self.waits
         y = self.experts(rows[tokens], counts, padded=padded) * weights.unsqueeze(1)
         y = torch.zeros_like(rows).index_add(0, tokens, y)
-        return (y if self.pair is None else _Scatter.apply(y, self.pair)).view(shape)
+        return (y if self.pair is None else _Exchange.apply(y, self.pair, False)).view(shape)
 
     def _dispatch(self, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens sorted by expert, the number of each expert, and the weights.
@@ -192,38 +165,38 @@ class Block(nn.Module):
         self.mixture = Mixture(settings, pair, waits=waits)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
         x = x + self.attention(x)
         return x + self.mixture(x)
 
 
 class MixtureStage(nn.Module):
-    """The blocks of one stage."""
+    """The blocks of one stage, whose experts are spread over a mesh of ranks if there is one."""
 
-    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None, way: Way) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None = None, way: Way | None = None) -> None:
         super().__init__()
-        self.way = way
-        self.layers = nn.ModuleList([Block(settings, pair, waits=way.waits) for _ in range(settings.layers)])
+        self.way = way or Way()
+        self.layers = nn.ModuleList(
+            [Block(settings, pair, waits=self.way.arm == "waiting") for _ in range(settings.layers)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the last block."""
         for layer in self.layers:
             x = self.way.call(layer, x)
         return x
 
 
-def _train(settings: MixtureSettings, profile: dict[str, int], way: Way, recorder: Recorder) -> None:
+def _train(settings: MixtureSettings, way: Way, recorder: Recorder) -> None:
     mesh, numbers = ranks_of(data=2)
     modules = {}
     for number in numbers:
         torch.manual_seed(number)
         with DEVICE:
-            modules[number] = settings.stage(mesh["data"], way).to(getattr(torch, settings.dtype))
+            modules[number] = MixtureStage(settings, mesh["data"], way).to(getattr(torch, settings.dtype))
     shape = settings.microbatches, *settings.shape[1:]
-    train_stages(way, recorder, mesh, modules, shape, getattr(torch, settings.dtype), profile)
+    train_stages(way, recorder, mesh, modules, shape, getattr(torch, settings.dtype))
 
 
 def trainer(name: str, *, rehearse: bool) -> Train:
     """Return the function that trains the stages of a job."""
     settings = replace(SIZES[name], **SMALL) if rehearse else SIZES[name]
-    return partial(_train, settings, {})
+    return partial(_train, settings)

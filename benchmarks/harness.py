@@ -7,14 +7,16 @@ memory is a sample that says so, and the others go on.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import actoffload
 from actoffload.measure import MemoryMeter
 
-__all__ = ["DEVICE", "Recorder", "Sample", "UnavailableError", "Way", "plain_steps", "run_arms", "way_of"]
+__all__ = ["DEVICE", "Recorder", "Sample", "UnavailableError", "Way", "mean_square", "need", "plain_steps", "run_arms"]
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 ABOVE = 1.03
@@ -36,10 +38,6 @@ SETTLING = 40
 """Steps after which the plan has to be final."""
 PROVEN = 2
 """First steps of which loss and gradients are noted, to be compared between arms."""
-BY_RANK = "peak_bytes", "predicted_bytes", "drop_bytes", "d2h", "h2d"
-"""What a sample has of each rank."""
-LEFT = 64 * 2**20
-"""Bytes that an arm may leave allocated, such as workspaces, without a note."""
 _ATTENTION = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 SAVED = [getattr(torch.ops.aten, name).default for name in ("mm", *_ATTENTION)]
 """Matrix products and attention, which selective checkpointing saves."""
@@ -53,37 +51,34 @@ class UnavailableError(Exception):
     """An arm or a job cannot run here, as a package is missing; the message says why."""
 
 
+def need(package: str) -> None:
+    """Raise `UnavailableError` if a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UnavailableError(f"{package} is not installed where this was measured.")
+
+
 @dataclass(frozen=True)
 class Way:
-    """How an arm saves memory.
+    """How an arm saves memory: its name, and the arguments of `actoffload.offload` where it is called."""
 
-    Parameters
-    ----------
-    checkpointed, inputs_offloaded, trl : bool
-        Whether layers are checkpointed, their inputs are offloaded by `save_on_cpu`, and TRL offloads what is saved.
-    selective, saved_on_cpu : bool
-        Whether checkpointing saves matrix products and attention, and whether `save_on_cpu` offloads all that is saved.
-    waits : bool
-        Whether the dispatcher of a mixture of experts makes the host wait for the device.
-    ours : dict, optional
-        Arguments of `actoffload.offload`; None without it.
-    """
-
-    checkpointed: bool = False
-    inputs_offloaded: bool = False
-    trl: bool = False
-    selective: bool = False
-    saved_on_cpu: bool = False
-    waits: bool = False
+    arm: str = "none"
     ours: dict[str, Any] | None = None
+
+    @property
+    def checkpointed(self) -> bool:
+        return self.arm in ("checkpoint", "checkpoint_offload", "trl", "selective")
+
+    @property
+    def inputs_offloaded(self) -> bool:
+        return self.arm == "checkpoint_offload"
 
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a layer of a plain loop in this way."""
-        moved = self.inputs_offloaded or self.saved_on_cpu
-        with save_on_cpu(pin_memory=DEVICE.type != "cpu") if moved else nullcontext():
+        offloads = self.arm in ("checkpoint_offload", "save_on_cpu")
+        with save_on_cpu(pin_memory=DEVICE.type != "cpu") if offloads else nullcontext():
             if not self.checkpointed:
                 return layer(*args, **kwargs)
-            if self.selective:
+            if self.arm == "selective":
                 kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED)
             return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
@@ -97,131 +92,119 @@ class Way:
 
     def around(self, model: nn.Module) -> Any:
         """Return the context of forward and backward, as `SFTTrainer` enters it."""
-        if not self.trl:
+        if self.arm != "trl":
             return nullcontext()
-        try:
-            from trl.models import activation_offloading
-        except ImportError as error:
-            raise UnavailableError(f"TRL cannot be imported: {error}.".splitlines()[0]) from None
+        need("trl")
         if DEVICE.type == "cpu":
             raise UnavailableError("TRL's offloading needs an accelerator.")
+        from trl.models import activation_offloading
+
         return activation_offloading.get_act_offloading_ctx_manager(model=model, warn_if_no_head=False)
 
 
 def way_of(arm: str, checkpoint_peak: int | None) -> Way:
     """Return the way of an arm; `checkpoint_peak` is the peak of checkpointing in bytes, if it was measured."""
     name, _, gib = arm.partition(":")
-    ours = {"min_bytes": 1024} if DEVICE.type == "cpu" else {}  # a rehearsal has small tensors
-    if name == "budget":
-        if not gib and checkpoint_peak is None:
+    ours: dict[str, Any] = {"min_bytes": 1024} if DEVICE.type == "cpu" else {}  # a rehearsal has small tensors
+    if name == "qkv":
+        ours |= {"layers": "*.qkv", "fraction": 1.0}
+    elif name == "budget" and gib:
+        ours["memory_budget"] = int(float(gib) * 2**30)
+    elif name == "budget":
+        if checkpoint_peak is None:
             raise UnavailableError("Checkpointing has no peak in this run, so there is no budget.")
-        budget = float(gib) * 2**30 if gib else ABOVE * float(checkpoint_peak or 0)
-        return Way(ours={**ours, "memory_budget": int(budget)})
-    ways = {"none": Way(), "none2": Way(), "checkpoint": Way(True), "offload": Way(ours=ours)}
-    ways |= {"waiting": Way(waits=True), "qkv": Way(ours={**ours, "layers": "*.qkv", "fraction": 1.0})}
-    ways |= {"checkpoint_offload": Way(True, inputs_offloaded=True), "trl": Way(True, trl=True)}
-    ways |= {"selective": Way(True, selective=True), "save_on_cpu": Way(saved_on_cpu=True)}
-    return ways[name]
+        ours["memory_budget"] = int(ABOVE * checkpoint_peak)
+    return Way(name, ours if name in ("offload", "qkv", "budget") else None)
 
 
 class Recorder:
-    """Follow the steps of an arm: those until the plan is final, warm-up, those that are measured, one in a profiler.
+    """Follow the steps of an arm.
 
     The loop calls `begin`, `forward_ended`, `backward_ended` and `step_ended` in each step, and stops when `done`.
     """
 
     def __init__(self, job: Job, *, profile: bool = False) -> None:
-        self._job, self._warm_up, self._left = job, job.warm_up, job.steps
+        self._job = job
         self._profile = profile and DEVICE.type == "cuda"
         self._first, self._measured = MemoryMeter(), MemoryMeter()
-        self._meter: MemoryMeter | None = None
+        self._measuring = False
         self._profiler: Any = None
         self._host: list[float] = []
-        self._begun = self._settled = self._measuring = 0.0
-        self._passes = self._steps = 0
+        self._steps, self._passes, self._startup = 0, 1, 0.0
+        self.script = self._follow()
         self.done = False
         self.handle: Any = None
         self.values: list[torch.Tensor] = []
         self.more: Sample = {}  # what else the loop found
 
+    def _follow(self) -> Iterator[None]:
+        """Follow the steps until the plan is final, warm-up, those that are measured, and one in a profiler.
+
+        A step runs at each ``yield``.
+        """
+        begun = time.perf_counter()
+        with self._first:
+            yield
+            while self.handle is not None and self.handle.settling:
+                if self._job.searches and time.perf_counter() - begun > 60.0:
+                    break  # passes of long sequences take long: what they take now is enough
+                self._passes += 1
+                if self._passes > SETTLING:
+                    raise RuntimeError(f"The plan is not final after {SETTLING} steps.")
+                yield
+            if DEVICE.type != "cpu":
+                torch.accelerator.synchronize()
+            self._startup = time.perf_counter() - begun
+            for _ in range(1, self._job.warm_up):
+                yield
+        with self._measured:
+            begun = time.perf_counter()
+            self._measuring = True
+            self._mark()
+            for number in range(self._job.steps):
+                # Ranks have to agree, so they take all steps.
+                if number > 1 and time.perf_counter() - begun > ENOUGH and not dist.is_initialized():
+                    break
+                yield
+            self._measuring = False
+        if self._profile:
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CUDA]) as self._profiler:
+                yield
+                torch.accelerator.synchronize()
+        self.done = True
+
     def begin(self) -> None:
-        """Note that a step begins."""
-        if self._meter is None and not self._steps:
-            self._meter = self._first
-            self._meter.__enter__()
-            self._begun = time.perf_counter()
+        self._steps += 1
+        if self._steps == 1:
+            next(self.script)
         self._mark()
         self._forward = time.perf_counter()
 
     def forward_ended(self, loss: Any = None) -> None:
         """Note the end of forward, and the loss of the first steps."""
-        if self._meter is self._measured:
+        if self._measuring:
             self._host.append(time.perf_counter() - self._forward)
         self._mark()
-        if isinstance(loss, torch.Tensor) and self._steps < PROVEN:
+        if isinstance(loss, torch.Tensor) and self._steps <= PROVEN:
             self.values.append(loss.detach().clone())
 
     def backward_ended(self, model: nn.Module | None = None) -> None:
         """Note the end of backward, and the gradients of a model in the first steps."""
         self._mark()
-        if model is not None and self._steps < PROVEN:
+        if model is not None and self._steps <= PROVEN:
             norms = [p.grad.norm().float() for p in model.parameters() if p.grad is not None]
             self.values.append(torch.stack([getattr(n, "to_local", lambda n=n: n)() for n in norms]).norm())
 
     def step_ended(self) -> None:
         """Note the end of a step, and decide what the next one is for."""
         self._mark()
-        self._steps += 1
-        if self._profiler is not None:
-            _synchronize()
-            self._profiler.__exit__(None, None, None)
-            self.done = True
-        elif self._meter is self._first:
-            self._step_before()
-        else:
-            self._left -= 1
-            # Ranks have to agree, so they take all steps.
-            long = time.perf_counter() - self._measuring > ENOUGH and not dist.is_initialized()
-            if not self._left or (long and len(self._host) > 1):
-                self._close()
-
-    def _step_before(self) -> None:
-        settling = self.handle is not None and self.handle.settling
-        if settling and time.perf_counter() - self._begun < self._job.settles:
-            self._passes = self._steps + 1
-            if self._steps >= SETTLING:
-                raise RuntimeError(f"The plan is not final after {self._steps} steps.")
-            return
-        if not self._settled:
-            _synchronize()
-            self._settled = time.perf_counter()
-        self._warm_up -= 1
-        if self._warm_up <= 0:
-            self._first.__exit__()
-            self._meter = self._measured
-            self._meter.__enter__()
-            self._measuring = time.perf_counter()
-            self._mark()
-
-    def _close(self) -> None:
-        self._measured.__exit__()
-        self._meter = None
-        if self._profile:
-            from torch.profiler import ProfilerActivity, profile
-
-            self._profiler = profile(activities=[ProfilerActivity.CUDA])
-            self._profiler.__enter__()
-        else:
-            self.done = True
+        next(self.script, None)
 
     def _mark(self) -> None:
-        if self._meter is self._measured:
+        if self._measuring:
             self._measured.sample()
-
-    def abandon(self) -> None:
-        """Close what is open after an exception."""
-        if self._meter is not None:
-            self._meter.__exit__()
 
     def sample(self) -> Sample:
         """Return what was measured, in seconds and bytes; of several ranks the slowest time and the largest peak."""
@@ -236,7 +219,7 @@ class Recorder:
             **self.more,
         }
         if self._profiler is not None:
-            found["kernel_seconds"] = kernel_seconds(self._profiler)
+            found["kernel_seconds"] = kernel_seconds(self._profiler) or None
         if self.handle is not None:
             found |= self._planned(found["seconds"])
         if dist.is_initialized():
@@ -247,10 +230,9 @@ class Recorder:
 
     def _planned(self, seconds: list[float]) -> Sample:
         plan = self.handle.plan
-        found: Sample = {"plan": str(self.handle.plan), "final": not self.handle.settling}
-        if self._passes:
-            ordinary = self._passes * sorted(seconds)[len(seconds) // 2]
-            found |= {"passes": self._passes, "startup_seconds": self._settled - self._begun - ordinary}
+        found: Sample = {"plan": str(plan), "final": not self.handle.settling}
+        if self._passes > 1:
+            found |= {"passes": self._passes, "startup_seconds": self._startup - self._passes * median(seconds)}
         for key, name in (("predicted_seconds", "seconds"), ("predicted_bytes", "peak_bytes")):
             value = getattr(plan, name, None)
             found |= {} if value is None else {key: value}
@@ -261,16 +243,12 @@ class Recorder:
         return found
 
 
-def kernel_seconds(profiler: Any) -> float | None:
-    """Return the seconds of all kernels in a profile, without copies; None if it has none."""
-    nanoseconds = [
-        event.duration_ns()
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-        and not event.name().startswith(("Memcpy", "Memset", "ProfilerStep"))
-        and not (hasattr(event, "is_user_annotation") and event.is_user_annotation())
-    ]
-    return sum(nanoseconds) * 1e-9 if nanoseconds else None
+def kernel_seconds(profiler: Any) -> float:
+    """Return the seconds of all kernels in a profile, without copies."""
+    cuda, copies = torch.autograd.DeviceType.CUDA, ("Memcpy", "Memset", "ProfilerStep")
+    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == cuda]
+    kernels = [e for e in events if not e.name().startswith(copies) and not getattr(e, "is_user_annotation", bool)()]
+    return sum(event.duration_ns() for event in kernels) * 1e-9
 
 
 def _slowest(ranks: list[Sample]) -> Sample:
@@ -281,7 +259,7 @@ def _slowest(ranks: list[Sample]) -> Sample:
         values = [rank[key] for rank in ranks if rank.get(key) is not None]
         found |= {key: max(values)} if values else {}
     found["values"] = [value for rank in ranks for value in rank["values"]]
-    found["ranks"] = [{key: rank[key] for key in BY_RANK if rank.get(key) is not None} for rank in ranks]
+    found["ranks"] = [{key: rank[key] for key in ("peak_bytes", "drop_bytes") if key in rank} for rank in ranks]
     return found
 
 
@@ -294,14 +272,10 @@ def run_arms(
     train: Train,
     write: Callable[[Sample], object],
     arms: tuple[str, ...] = (),
-    earlier: Iterable[Sample] = (),
     **more: Any,
 ) -> list[Sample]:
-    """Run the arms of a job in rounds; each sample is written at once, and a line before it begins.
-
-    Samples of an earlier process are returned, too.
-    """
-    found: list[Sample] = list(earlier)
+    """Run the arms of a job in rounds; each sample is written at once, and a line before it begins."""
+    found: list[Sample] = []
     arms = arms or job.arms
     for number in range(job.rounds):
         # Every second round in reversed order, so that a drift of clocks changes all arms alike.
@@ -319,7 +293,7 @@ def run_arms(
 
 def run_arm(job: Job, train: Train, arm: str, checkpoint_peak: int | None, *, profile: bool = False) -> Sample:
     """Run one arm of a round; return its sample, also if it fails."""
-    before = free()
+    free_memory()
     recorder = Recorder(job, profile=profile)
     try:
         way = way_of(arm, checkpoint_peak)
@@ -332,7 +306,7 @@ def run_arm(job: Job, train: Train, arm: str, checkpoint_peak: int | None, *, pr
         sample = {"status": "skipped", "note": str(error)}
     except Exception as error:
         traceback.print_exc()
-        recorder.abandon()
+        recorder.script.close()
         text = " ".join(str(error).split())
         short = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower()
         note = text[:200] if not short or "host" in text.lower() else ""
@@ -340,30 +314,24 @@ def run_arm(job: Job, train: Train, arm: str, checkpoint_peak: int | None, *, pr
         traceback.clear_frames(error.__traceback__)
     if recorder.handle is not None:
         recorder.handle.remove()
-    del recorder
-    left = free() - before
-    if left > LEFT:
-        sample["note"] = f"{sample.get('note', '')} {left / 2**30:.2f} GiB stayed allocated.".strip()
     return sample
 
 
-def free() -> int:
-    """Free unused memory of device and host; return the bytes allocated on the device."""
+def free_memory() -> None:
+    """Free unused memory of device and host."""
     gc.collect()
     gc.collect()  # what finalizers of the first one released
-    if DEVICE.type == "cpu":
-        return 0
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    with_host = getattr(torch._C, "_host_emptyCache", None)  # pinned memory of the arm before
-    if with_host is not None:
-        with_host()
-    return torch.accelerator.memory_allocated()
-
-
-def _synchronize() -> None:
     if DEVICE.type != "cpu":
         torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        with_host = getattr(torch._C, "_host_emptyCache", None)  # pinned memory of the arm before
+        if with_host is not None:
+            with_host()
+
+
+def mean_square(y: torch.Tensor, _: Any = None) -> torch.Tensor:
+    """Return the loss of a model without labels."""
+    return y.float().square().mean()
 
 
 def plain_steps(

@@ -44,8 +44,8 @@ class Job:
         Names of `ARMS`; ``"budget:15.4"`` is a budget of so many GiB.
     rounds, warm_up, steps, gpus : int
         Rounds over all arms; steps of an arm in a round, once its plan is final: not measured, and measured; ranks.
-    apart, settles : bool, float
-        Whether each arm has a process, and seconds after which steps are measured although the plan is not final.
+    searches : bool
+        Whether the longest sequence of each arm is searched, in a process of its own.
     """
 
     title: str
@@ -58,15 +58,14 @@ class Job:
     warm_up: int = 2
     steps: int = 6
     gpus: int = 1
-    apart: bool = False
-    settles: float = float("inf")
+    searches: bool = False
 
 
 _TRAINER = "Trainer of Hugging Face, fused AdamW, "
 _LORA = f"{_TRAINER}Llama 3 8B in bfloat16 with LoRA (r = 16, all linear layers), "
 _FOUR_BIT = f"{_TRAINER}Llama 3 8B in 4 bits (bitsandbytes, NF4) with LoRA (r = 16, all linear layers), "
 _AUTOCAST = "float32 weights, bfloat16 autocast"
-_SEARCH = {"rounds": 1, "warm_up": 1, "steps": 1, "apart": True, "settles": 60.0}
+_SEARCH = {"rounds": 1, "warm_up": 1, "steps": 1, "searches": True}
 _SEARCHED = "none", "checkpoint", "checkpoint_offload", "trl", "offload"
 _BUDGETS = tuple(f"budget:{gib}" for gib in (14.93, 15.4, 16.5, 18.3, 20, 21.7, 23.4, 25.1, 28.5, 31.8))
 
@@ -131,8 +130,8 @@ JOBS = {
         warm_up=3,
         steps=1,
     ),
-    "context": Job("Longest context, Llama 8B LoRA", f"{_LORA}Liger kernels.", "context", 9, 570, _SEARCHED, **_SEARCH),
+    "context": Job("Longest context, Llama 8B LoRA", f"{_LORA}Liger kernels.", "trainer", 9, 570, _SEARCHED, **_SEARCH),
     "context-qlora": Job(
-        "Longest context, Llama 8B QLoRA", f"{_FOUR_BIT}Liger kernels.", "context", 9, 570, _SEARCHED, **_SEARCH
+        "Longest context, Llama 8B QLoRA", f"{_FOUR_BIT}Liger kernels.", "trainer", 9, 570, _SEARCHED, **_SEARCH
     ),
 }

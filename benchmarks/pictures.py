@@ -1,4 +1,4 @@
-"""Pictures of the results: step times beside checkpointing, time against peak, and the longest sequences."""
+"""Pictures of the results: step times beside checkpointing, and time against peak."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jobs import JOBS
+from jobs import ARMS, JOBS
 from rows import Row
 
-__all__ = ["INK", "OF_JOBS", "bars", "draw", "drawn_from", "ours", "shown"]
+__all__ = ["BUDGETS", "INK", "bars", "draw", "drawn_from", "ours", "shown"]
 
 Jobs: TypeAlias = dict[str, list[Row]]
 
@@ -20,13 +20,8 @@ INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytic
 """Settings of matplotlib that have the colour of the ink."""
 HERO = ("T1", "L4", "L16", "L32", "Q16", "P8", "P32", "P8c", "P32c", "F2", "ViT-L", "DiT-XL")
 """Jobs of the landing page."""
-OF_JOBS = {
-    "B8": ("budgets", "Step time against peak memory: ten budgets, checkpointing and no offload"),
-    "context": ("context", "Longest sequence that trains, by method"),
-}
-"""Stem and alternative of the picture below the section of a job."""
-NAMES = {"none": "no offload", "checkpoint": "checkpointing", "checkpoint_offload": "checkpointing,\ninputs offloaded"}
-NAMES |= {"trl": "checkpointing,\nTRL", "offload": "offload(model)"}
+BUDGETS = "Step time against peak memory: ten budgets, checkpointing and no offload"
+"""Alternative of the picture below the section of the job of budgets."""
 
 
 def measured(of_job: Sequence[Row], arm: str) -> Row | None:
@@ -48,8 +43,9 @@ def shown(jobs: Jobs) -> list[str]:
 def drawn_from(jobs: Jobs) -> dict[str, Any]:
     """Return the figures of the pictures, by which it is seen whether they are those of the results."""
     found: dict[str, Any] = {"hero": bars(jobs)} if shown(jobs) else {}
-    found |= {stem: _points(jobs[name]) for name, (stem, _) in OF_JOBS.items() if name in jobs}
-    return found
+    measured_rows = [row for row in jobs.get("B8", ()) if row["step_ms"]]
+    points = [[row["arm"], float(row["peak_gib"]), float(row["ratio"])] for row in measured_rows]
+    return found | ({"budgets": points} if points else {})
 
 
 def bars(jobs: Jobs) -> list[list[Any]]:
@@ -63,15 +59,6 @@ def bars(jobs: Jobs) -> list[list[Any]]:
     return found
 
 
-def _points(of_job: Sequence[Row]) -> list[list[Any]]:
-    """Return arm, tokens, peak and ratio or step time of what was measured."""
-    return [
-        [row["arm"], row["tokens"], float(row["peak_gib"]), float(row["ratio"] or row["step_ms"])]
-        for row in of_job
-        if row["step_ms"] and not row["memory_gb"]
-    ]
-
-
 def draw(jobs: Jobs, folder: Path) -> None:
     """Draw the pictures, light and dark, into a folder."""
     import matplotlib
@@ -80,7 +67,7 @@ def draw(jobs: Jobs, folder: Path) -> None:
     from matplotlib import pyplot
 
     data = drawn_from(jobs)
-    panels: dict[str, Callable[..., None]] = {"hero": _hero, "budgets": _budgets, "context": _context}
+    panels: dict[str, Callable[..., None]] = {"hero": _hero, "budgets": _budgets}
     for name, figures in data.items():
         for scheme, ink in INK.items():
             with matplotlib.rc_context({**dict.fromkeys(INKED, ink), "font.size": 10}):
@@ -113,24 +100,12 @@ def _hero(ax: Any, bars: list[list[Any]], scheme: str) -> None:
 
 def _budgets(ax: Any, points: list[list[Any]], scheme: str) -> None:
     colours = {"none": INK[scheme], "checkpoint": OTHER[scheme]}
-    budgets = sorted((peak, ratio) for arm, _, peak, ratio in points if arm.startswith("budget"))
+    budgets = sorted((peak, ratio) for arm, peak, ratio in points if arm.startswith("budget"))
     ax.plot(*zip(*budgets, strict=True), "o-", color=OURS[scheme], label="offload(model, memory_budget)")
     for (arm, colour), marker in zip(colours.items(), "Ds", strict=True):
-        for _, _, peak, ratio in [point for point in points if point[0] == arm]:
-            ax.plot(peak, ratio, marker, color=colour, markersize=8, label=NAMES[arm])
+        for _, peak, ratio in [point for point in points if point[0] == arm]:
+            ax.plot(peak, ratio, marker, color=colour, markersize=8, label=ARMS[arm])
     ax.set_xlim(left=0)
     ax.set_xlabel("peak memory (GiB)")
     ax.set_ylabel("step time, × no offload")
     ax.legend(frameon=False, fontsize=8.5)
-
-
-def _context(ax: Any, points: list[list[Any]], scheme: str) -> None:
-    arms = [arm for arm in NAMES if any(point[0] == arm for point in points)]
-    longest = [max(int(tokens) // 1024 for arm, tokens, *_ in points if arm == name) for name in arms]
-    ax.barh(range(len(arms)), longest, color=[OURS[scheme] if arm == "offload" else OTHER[scheme] for arm in arms])
-    for k, thousands in enumerate(longest):
-        ax.text(thousands, k, f" {thousands}k", va="center")
-    ax.set_yticks(range(len(arms)), map(NAMES.__getitem__, arms))
-    ax.invert_yaxis()
-    ax.set_xlabel("longest sequence that trains (thousands of tokens)")
-    ax.margins(x=0.15)

@@ -3,7 +3,6 @@
 python benchmarks/report.py --add build/bench/samples.jsonl    takes recorded jobs over into the results, and writes
 python benchmarks/report.py                                    writes
 python benchmarks/report.py --check                            fails if what is written is not that of the results
-python benchmarks/report.py --targets                          prints what is measured beside the targets
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,9 +29,6 @@ MARKS = "<!-- headline: written by benchmarks/report.py -->\n", "<!-- headline e
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 COLUMNS = 88  # of a line that a page shows without scrolling
 ORIGIN = "<!-- origin -->"
-SEARCHES = "context", "context-qlora"
-GUIDES = {"pipelines.md": ("E4",), "many_gpus.md": ("F4",)}
-"""Jobs of which pages of the guide include the tables."""
 CELLS = {
     "step (ms)": lambda row, _: number(row, "step_ms", 1) + spread(row, "step_ms", 1) or row["status"],
     "× no offload": lambda row, _: number(row, "ratio", 3) + spread(row, "ratio", 3),
@@ -67,28 +63,18 @@ def apart(row: Row, predicted: str, measured: str) -> str:
 
 
 def by_checkpoint(row: Row, of_job: Sequence[Row]) -> str:
-    """Return the step time as a ratio to that of checkpointing, or nothing."""
-    checkpoint = find(of_job, "checkpoint")
-    found = ratio(row, checkpoint) if row["arm"] not in ("none", "none2", "checkpoint") else None
-    return "" if found is None else f"{found:.3f}"
-
-
-def ratio(row: Row | None, other: Row | None) -> float | None:
-    """Return the step time of a row over that of another, if both were measured in one run."""
-    if row is None or other is None or not row["step_ms"] or not other["step_ms"]:
-        return None
-    if row["commit"] != other["commit"]:
-        return None
-    return float(row["step_ms"]) / float(other["step_ms"])
+    """Return the step time as a ratio to that of checkpointing, if both were measured in one run."""
+    other = find(of_job, "checkpoint")
+    if other is None or row["arm"] in ("none", "none2", "checkpoint") or row["commit"] != other["commit"]:
+        return ""
+    return f"{float(row['step_ms']) / float(other['step_ms']):.3f}" if row["step_ms"] and other["step_ms"] else ""
 
 
 def find(found: Iterable[Row], arm: str) -> Row | None:
-    """Return the row of an arm, if it was measured or failed."""
     return next((row for row in found if row["arm"] == arm), None)
 
 
 def name_of(arm: str) -> str:
-    """Return the name of an arm on the pages."""
     name, _, gib = arm.partition(":")
     return f"{ARMS[name]} of {float(gib):g} GiB" if gib else ARMS[name]
 
@@ -104,74 +90,44 @@ def by_job(results: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a table in Markdown, whose first columns are aligned to the left."""
-    marks = ["---" if k < left else "---:" for k in range(len(header))]
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, whose first column is aligned to the left."""
+    marks = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, marks, *lines))
 
 
-def job_tables(of_job: Sequence[Row]) -> list[str]:
-    """Return the tables of a job."""
-    shown = []
-    for columns in (CELLS, DETAILS):
-        cells = {title: [cell(row, of_job) for row in of_job] for title, cell in columns.items()}
-        cells = {title: column for title, column in cells.items() if any(column)}
-        lines = [[name_of(row["arm"]), *(column[k] for column in cells.values())] for k, row in enumerate(of_job)]
-        shown += [table(["method", *cells], [line for line in lines if any(line[1:])])] if cells else []
-    return shown
+def job_table(columns: dict[str, Callable[..., str]], of_job: Sequence[Row]) -> str:
+    """Return a table of a job, without empty columns; empty if there is nothing to show."""
+    cells = {title: [cell(row, of_job) for row in of_job] for title, cell in columns.items()}
+    cells = {title: column for title, column in cells.items() if any(column)}
+    lines = [[name_of(row["arm"]), *(column[k] for column in cells.values())] for k, row in enumerate(of_job)]
+    return table(["method", *cells], [line for line in lines if any(line[1:])]) if cells else ""
 
 
-def drops(row: Row, of_job: Sequence[Row]) -> list[tuple[float, float, float]]:
-    """Return for each rank its peak without offload and that of a row, and the drop that its plan should bring."""
-    both = [peaks for arm in ("none", "none2") if (peaks := by_rank(find(of_job, arm), "rank_peaks_gib"))]
-    columns = map(max, *both) if len(both) > 1 else both[0] if both else ()
-    return list(zip(columns, *(by_rank(row, f"rank_{name}_gib") for name in ("peaks", "drops")), strict=False))
-
-
-def by_rank(row: Row | None, column: str) -> list[float]:
-    """Return the value of each rank, if they were measured."""
-    return [] if row is None else [float(value) for value in row[column].split()]
-
-
-def rank_tables(of_job: Sequence[Row]) -> list[str]:
-    """Return the peaks of each rank, beside those of its plan, if a row has the drops that are expected."""
+def rank_table(of_job: Sequence[Row]) -> str:
+    """Return the drop of the peak of each rank beside that of the plan; empty if no row has them."""
     lines = []
-    for row in of_job:
-        expected, rates = by_rank(row, "rank_predicted_gib"), [by_rank(row, f"rank_{k}_gbps") for k in ("d2h", "h2d")]
-        for rank, (without, peak, drop) in enumerate(drops(row, of_job)):
-            cells = [f"{value:.2f}" for value in (without, peak, *expected[rank : rank + 1])]
-            cells += [""] * (3 - len(cells)) + [f"{drop:.3f}", f"{100 * (without - peak) / drop:.2f} %" if drop else ""]
-            cells.append(" / ".join(f"{rate[rank]:.0f}" for rate in rates if rate))
-            lines.append([name_of(row["arm"]), str(rank), *cells])
-    header = ["method", "rank", "peak without (GiB)", "with", "predicted", "expected drop", "R", "GB/s out / back"]
-    words = (
-        "Peaks by rank. The expected drop is that of the simulation of the plan, R the measured drop as a part of it, "
-        "and GB/s are the copies for which the plan was made, as measured while all ranks copy."
-    )
-    return [words, table(header, lines)] if lines else []
+    nothing = find(of_job, "none")
+    for row in of_job if nothing is not None else ():
+        columns = nothing["rank_peaks_gib"], row["rank_peaks_gib"], row["rank_drops_gib"]
+        for rank, values in enumerate(zip(*(column.split() for column in columns), strict=False)):
+            without, peak, planned = map(float, values)
+            drop = without - peak
+            cells = [f"{without:.2f}", f"{peak:.2f}", f"{drop:.3f}", f"{planned:.3f}"]
+            lines += [[name_of(row["arm"]), str(rank), *cells, f"{100 * drop / planned:.2f} %"]] if planned else []
+    header = ["method", "rank", "peak without (GiB)", "with", "drop", "drop of the plan", "R, the one / the other"]
+    return table(header, lines) if lines else ""
 
 
-def link_table(folder: Path) -> list[str]:
-    """Return the rates of copies of each GPU, alone and with all GPUs copying, if they were measured."""
+def link_table(folder: Path) -> str:
+    """Return the section of the rates of copies of each GPU, alone and with all GPUs copying, if they were measured."""
     if not (folder / "links.json").is_file():
-        return []
+        return ""
     links = json.loads((folder / "links.json").read_text(encoding="utf-8"))
     keys = "d2h_alone", "d2h", "h2d_alone", "h2d"
-    lines = [[str(of["rank"]), *(f"{of[key] / 1e9:.1f}" for key in keys)] for of in links["ranks"]]
+    lines = [[str(rank["rank"]), *(f"{rank[key] / 1e9:.1f}" for key in keys)] for rank in links["ranks"]]
     header = ["GPU", "to the host, alone (GB/s)", "all at once", "to the device, alone", "all at once"]
-    return ["Copies between each GPU and pinned host memory:", table(header, lines), origin([links])]
-
-
-def guide(results: Sequence[Row], folder: Path, file: str) -> str:
-    """Return the section of a page of the guide; nothing but a comment if none of its jobs is recorded."""
-    jobs, parts = by_job(results), []
-    for name in GUIDES[file]:
-        if of_job := jobs.get(name):
-            parts += [f"### {JOBS[name].title}", JOBS[name].words, *job_tables(of_job), *rank_tables(of_job)]
-            parts.append(" ".join([*notes(of_job), origin(of_job)]))
-    links = link_table(folder) if file == "many_gpus.md" else []
-    parts += ["### Copies of all GPUs", *links] if links else []
-    return "\n\n".join([WRITTEN, *(["## Measured step times and peaks"] if parts else []), *parts]) + "\n"
+    return "\n\n".join(["## Copies of all GPUs of a host", table(header, lines), origin([links])])
 
 
 def notes(of_job: Sequence[Row]) -> list[str]:
@@ -186,7 +142,7 @@ def notes(of_job: Sequence[Row]) -> list[str]:
 def origin(of_job: Sequence[Row]) -> str:
     """Return a sentence about where, when and of which commit a job was measured, and one for arms of others."""
     row = max(of_job, key=lambda each: each["date"])
-    versions = ", ".join(f"{name} {row[name]}" for name in ("driver", "torch", "transformers") if row[name])
+    versions = ", ".join(f"{name} {row[name]}" for name in ("driver", "torch", "transformers") if row.get(name))
     found = f"Recorded on {row['date'][:10]} from commit `{row['commit'][:12]}`: {row['device']}, {versions}."
     others: dict[tuple[str, str], list[str]] = {}
     for each in of_job:
@@ -197,9 +153,12 @@ def origin(of_job: Sequence[Row]) -> str:
 
 def section(name: str, of_job: Sequence[Row]) -> str:
     """Return the section of a job."""
-    title, words = JOBS[name].title, JOBS[name].words
-    shown = search_tables(of_job) if name in SEARCHES else [*job_tables(of_job), *rank_tables(of_job)]
-    return "\n\n".join([f"## {title}", words, *shown, " ".join([*notes(of_job), origin(of_job)])])
+    shown = search_tables(of_job) if JOBS[name].searches else [job_table(CELLS, of_job), rank_table(of_job)]
+    parts = [f"## {JOBS[name].title}", JOBS[name].words, *filter(None, shown)]
+    details = "" if JOBS[name].searches else job_table(DETAILS, of_job)
+    if details:
+        parts += ["<details><summary>Kernels, host, first passes and predictions</summary>", details, "</details>"]
+    return "\n\n".join([*parts, " ".join([*notes(of_job), origin(of_job)])])
 
 
 def searched(found: Iterable[Row]) -> dict[str, int]:
@@ -222,10 +181,8 @@ def search_tables(found: Sequence[Row]) -> list[str]:
     shown = [table(["method", "longest (tokens)", "step (s)", "tokens / s", "peak (GiB)"], lines)] if lines else []
     if levels := sorted({float(row["memory_gb"]) for row in found if row["memory_gb"]}):
         by_level = [searched(row for row in found if row["memory_gb"] == f"{level:g}") for level in levels]
-        lines = [
-            [f"{level:g} GB", *(f"{longest.get(arm, 0):,}" for arm in arms)]
-            for level, longest in zip(levels, by_level, strict=True)
-        ]
+        both = zip(levels, by_level, strict=True)
+        lines = [[f"{level:g} GB", *(f"{longest.get(arm, 0):,}" for arm in arms)] for level, longest in both]
         shown += ["Longest sequence in tokens, by memory:", table(["memory", *map(name_of, arms)], lines)]
     return shown
 
@@ -235,7 +192,7 @@ def overview(jobs: dict[str, list[Row]]) -> str:
     lines = []
     for name, of_job in jobs.items():
         ours = pictures.ours(of_job)
-        if name not in SEARCHES and ours is not None and find(of_job, "checkpoint") is not None:
+        if not JOBS[name].searches and ours is not None and find(of_job, "checkpoint") is not None:
             shown = []
             for row in (find(of_job, "none"), find(of_job, "checkpoint"), ours):
                 time = number(row, "step_ms", 0) or row["status"] if row is not None else ""
@@ -251,16 +208,15 @@ def page(results: Sequence[Row], folder: Path) -> str:
     parts = [WRITTEN, overview(jobs)]
     for name, of_job in jobs.items():
         parts.append(section(name, of_job))
-        if name in pictures.OF_JOBS:
-            stem, alt = pictures.OF_JOBS[name]
-            parts += [f"![{alt}]({stem}-{scheme}.png){{.only-{scheme}}}" for scheme in pictures.INK]
+        if name == "B8":
+            parts += [f"![{pictures.BUDGETS}](budgets-{scheme}.png){{.only-{scheme}}}" for scheme in pictures.INK]
     machine = folder / "machine.txt"
     if machine.is_file():
         when, _, printed = machine.read_text(encoding="utf-8").partition("\n\n")
         lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in printed.splitlines())
         parts += ["## The machine", "What `python -m actoffload` prints:", "\n".join(["```text", *lines, "```"])]
         parts.append(f"Measured on {when}.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, [*parts, link_table(folder)])) + "\n"
 
 
 # The landing page and README.md
@@ -269,35 +225,26 @@ def page(results: Sequence[Row], folder: Path) -> str:
 def headline(results: Sequence[Row]) -> str:
     """Return what a visitor reads first: at most three sentences with numbers, and their origin."""
     jobs = by_job(results)
-    said = list(filter(None, (_trains(jobs), _faster(jobs), _same_bits(jobs))))
+    said = list(filter(None, (_trains(jobs), _faster(jobs))))
+    same = {row["same_bits"] for row in jobs.get("bits", ()) if row["arm"] in ("none2", "offload", "budget")}
+    said += ["**Same bits.** Losses equal those without offload in every bit."] if same == {"yes"} else []
     if not said:
         return "No results are recorded yet."
     used = [row for name in pictures.shown(jobs) for row in jobs[name]]
     devices = sorted({row["device"].removeprefix("NVIDIA ").split()[0] for row in used})
     days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
-    recorded = (
-        f"Recorded on {', '.join(devices)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.{busy}" if used else ""
-    )
-    return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded]).rstrip()
+    recorded = f"Recorded on {', '.join(devices)}, {' to '.join(sorted({*days[:1], *days[-1:]}))}.{busy}"
+    return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded * bool(used)]).rstrip()
 
 
 def _trains(jobs: dict[str, list[Row]]) -> str:
     longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
-    if "offload" in longest:
-        other = "checkpoint_offload" if "checkpoint_offload" in longest else "checkpoint"
-        most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", other))
-        return f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
-    for name in ("L32", "L16"):
-        ours, nothing = (find(jobs.get(name, []), arm) for arm in ("offload", "none"))
-        if ours and ours["step_ms"] and nothing and nothing["status"] == "out of memory":
-            time = f"{float(ours['step_ms']) / 1e3:.1f} s a step, out of memory without"
-            return f"**Trains what does not fit.** {JOBS[name].title}: {time}."
-    ours, nothing = find(jobs.get("P8", []), "budget"), find(jobs.get("P8", []), "none")
-    if ours is None or nothing is None or not ours["ratio"]:
+    if "offload" not in longest:
         return ""
-    peaks = f"{number(nothing, 'peak_gib', 1)} to {number(ours, 'peak_gib', 1)} GiB"
-    return f"**Less memory.** 16 Llama 8B layers: peak {peaks}, step {100 * (float(ours['ratio']) - 1):+.0f} %."
+    other = "checkpoint_offload" if "checkpoint_offload" in longest else "checkpoint"
+    most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", other))
+    return f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
 
 
 def _faster(jobs: dict[str, list[Row]]) -> str:
@@ -308,12 +255,6 @@ def _faster(jobs: dict[str, list[Row]]) -> str:
     middle = f"median {median(ratios):.2f}"
     memory = "at its memory, or at that of the GPU where plain training does not fit"
     return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs: {extremes}, {middle}, {memory}."
-
-
-def _same_bits(jobs: dict[str, list[Row]]) -> str:
-    of_job = jobs.get("bits", [])
-    ours = [row["same_bits"] for row in of_job if row["arm"] in ("none2", "offload", "budget")]
-    return "**Same bits.** Losses equal those without offload in every bit." if ours and set(ours) == {"yes"} else ""
 
 
 def readme(text: str, sentences: str) -> str:
@@ -351,58 +292,11 @@ def wrapped(report: str) -> str:
     return "\n\n".join(b if "\n---" in b else "\n".join(map(fill, b.splitlines())) for b in blocks)
 
 
-TARGETS = {"T1": 1.15, "L4": 1.18, "P8": 1.05, "P32": 1.05, "P8c": 1.11, "P32c": 1.14, "F2": 1.12}
-"""Step time with a budget, as a ratio to no offload."""
-
-
-def targets(results: Sequence[Row]) -> list[str]:
-    """Return a line for each target whose figures are recorded: what, the target, what was measured."""
-    jobs, found = by_job(results), []
-
-    def check(what: str, value: float | None, most: float, *, least: bool = False) -> None:
-        if value is not None:
-            met = value >= most if least else value <= most
-            found.append(
-                f"{'met   ' if met else 'missed'}  {what}: {value:.3f}, target {'>=' if least else '<='} {most}"
-            )
-
-    for name, most in TARGETS.items():
-        row = find(jobs.get(name, []), "budget")
-        check(f"{name}, budget, x no offload", float(row["ratio"]) if row and row["ratio"] else None, most)
-    for name in ("L16", "L32"):
-        of_job = jobs.get(name, [])
-        check(f"{name}, offload, x checkpointing", ratio(find(of_job, "offload"), find(of_job, "checkpoint")), 0.85)
-    longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
-    check("longest context, tokens", longest.get("offload"), 256 * 1024, least=True)
-    for name, of_job in jobs.items():
-        for row in of_job:
-            at = f"{name}, {name_of(row['arm'])}"
-            for column, most in {"passes": 5.0, "startup_s": 2.0}.items():
-                check(f"{at}, {column}", float(row[column]) if row[column] else None, most)
-            if row["budget_gib"] and row["peak_gib"]:
-                highest = float(row["highest_gib"] or row["peak_gib"])
-                check(f"{at}, highest peak / budget", highest / float(row["budget_gib"]), 1.0)
-            for column, measured, most in (
-                ("predicted_peak_gib", "peak_gib", 0.01),
-                ("predicted_pass_ms", "pass_ms", 0.03),
-            ):
-                off = abs(float(row[column]) / float(row[measured]) - 1) if row[column] and row[measured] else None
-                check(f"{at}, {column} off by", off, most)
-    row = find(jobs.get("E4", []), "qkv")
-    check("E4, qkv, x no offload", float(row["ratio"]) if row and row["ratio"] else None, 1.0033)
-    for rank, (without, peak, drop) in enumerate(drops(row, jobs["E4"]) if row else ()):
-        check(f"E4, qkv, rank {rank}, R", (without - peak) / drop if drop else None, 0.997, least=True)
-    row = find(jobs.get("T1", []), "budget")
-    check("T1, budget, host time of a forward, ms", float(row["host_forward_ms"]) if row else None, 45)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check; return 1 if something written is not that of the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="SAMPLES", help="take recorded jobs over")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--targets", action="store_true", help="print targets, and write nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--readme", type=Path, default=README, help="file with the headline")
     options = parser.parse_args(arguments)
@@ -410,14 +304,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.add:
         add(options.add, folder)
     results = rows.read(folder / "results.csv")
-    if options.targets:
-        print("\n".join(targets(results)))
-        return 0
     words = headline(results)
     texts: dict[Path, Any] = {
         folder / "report.md": page(results, folder),
         folder / "headline.md": f"{words}\n",
-        **{folder / file: guide(results, folder, file) for file in GUIDES},
         options.readme: readme(options.readme.read_text(encoding="utf-8"), words),
     }
     drawn = folder / "pictures.json"  # of what the pictures were drawn

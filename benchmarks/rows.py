@@ -26,15 +26,15 @@ COLUMNS = (
     *("step_ms", "step_ms_low", "step_ms_high", "ratio", "ratio_low", "ratio_high", "peak_gib", "highest_gib"),
     *("pass_ms", "kernel_ms", "host_forward_ms", "passes", "startup_s"),
     *("budget_gib", "predicted_peak_gib", "predicted_pass_ms", "same_bits", "note", *ORIGIN),
-    *("rank_peaks_gib", "rank_predicted_gib", "rank_drops_gib", "rank_d2h_gbps", "rank_h2d_gbps"),
+    *("rank_peaks_gib", "rank_drops_gib"),
 )
 """Columns of the CSV file.
 
 A step is from the end of one step to that of the next, a pass its forward and backward. Low and high are the extremes
 of the rounds, or of the steps of the only round. A ratio is to the mean of both arms without offload in the same round.
 The highest peak is that of all steps, also of those in which the plan is not final.
-Columns of ranks have a value for each, with spaces between: the peak, that of its plan, the drop that the simulation of
-the plan expects, and the rates of copies for which it was made.
+Columns of ranks have a value for each, with spaces between: the peak, and by how much the plan lowers it in the
+simulation.
 """
 
 FIGURES: dict[str, tuple[str, float, Callable[..., float]]] = {
@@ -48,13 +48,7 @@ FIGURES: dict[str, tuple[str, float, Callable[..., float]]] = {
     "startup_s": ("startup_seconds", 1, max),
 }
 """Columns by what they are of each sample, its unit, and what is taken of all rounds."""
-OF_RANKS = {
-    "rank_peaks_gib": ("peak_bytes", 1 / GIB),
-    "rank_predicted_gib": ("predicted_bytes", 1 / GIB),
-    "rank_drops_gib": ("drop_bytes", 1 / GIB),
-    "rank_d2h_gbps": ("d2h", 1e-9),
-    "rank_h2d_gbps": ("h2d", 1e-9),
-}
+OF_RANKS = {"rank_peaks_gib": "peak_bytes", "rank_drops_gib": "drop_bytes"}
 """Columns with a value for each rank, the largest of all rounds."""
 
 Row: TypeAlias = dict[str, str]
@@ -62,7 +56,6 @@ Row: TypeAlias = dict[str, str]
 
 
 def append(path: Path, sample: dict[str, Any]) -> None:
-    """Append a sample to a file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(sample) + "\n")
@@ -86,27 +79,25 @@ def summarize(samples: Iterable[dict[str, Any]]) -> list[Row]:
     for sample in samples:
         groups.setdefault(tuple(sample.get(key) for key in KEY), []).append(sample)
     ended = {key: [s for s in group if s["status"] != "begun"] for key, group in groups.items()}
+    good = {key: [s for s in group if s["status"] == "ok"] for key, group in groups.items()}
     baselines: dict[tuple[Any, ...], list[float]] = {}
-    for (*job, arm), group in ended.items():
-        for sample in group:
-            if arm in NOTHING and sample["status"] == "ok":
-                baselines.setdefault((*job, sample["round"]), []).append(median(sample["seconds"]))
+    for (*job, arm), group in good.items():
+        for sample in group if arm in NOTHING else ():
+            baselines.setdefault((*job, sample["round"]), []).append(median(sample["seconds"]))
     rows = []
     for key, group in groups.items():
-        both = (_good(ended.get((*key[:-1], name), [])) for name in ("none", "checkpoint"))
-        reference = next(filter(None, both), [])
-        rows.append(_row(ended[key] or [{**group[-1], "status": "stopped"}], baselines, reference))
+        reference = next(filter(None, (good.get((*key[:-1], name)) for name in ("none", "checkpoint"))), [])
+        rows.append(_row(ended[key] or [{**group[-1], "status": "stopped"}], good[key], baselines, reference))
     return rows
 
 
-def _good(group: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [sample for sample in group if sample["status"] == "ok"]
-
-
 def _row(
-    group: Sequence[dict[str, Any]], baselines: dict[tuple[Any, ...], list[float]], reference: Sequence[dict[str, Any]]
+    group: Sequence[dict[str, Any]],
+    good: Sequence[dict[str, Any]],
+    baselines: dict[tuple[Any, ...], list[float]],
+    reference: Sequence[dict[str, Any]],
 ) -> Row:
-    good, last = _good(group), group[-1]
+    last = group[-1]
     row: dict[str, Any] = {key: last.get(key) for key in (*KEY, *ORIGIN)}
     row["status"] = last["status"]
     row["note"] = " ".join(dict.fromkeys(filter(None, (sample.get("note", "") for sample in group))))
@@ -115,10 +106,10 @@ def _row(
         for column, (key, scale, of_rounds) in FIGURES.items():
             figures = [sample[key] * scale for sample in good if sample.get(key) is not None]
             row[column] = of_rounds(figures) if figures else None
-        for column, (key, scale) in OF_RANKS.items():
+        for column, key in OF_RANKS.items():
             rounds = [[rank.get(key) for rank in sample.get("ranks", ())] for sample in good]
             if all(of_round and None not in of_round for of_round in rounds):
-                row[column] = " ".join(_text(max(values) * scale) for values in zip(*rounds, strict=True))
+                row[column] = " ".join(_text(max(values) / GIB) for values in zip(*rounds, strict=True))
         wanted = reference[0]["values"] if reference else []
         if wanted and good[0]["values"]:
             row["same_bits"] = "yes" if all(sample["values"] == wanted for sample in good) else "no"
@@ -156,11 +147,10 @@ def read(path: Path = RESULTS / "results.csv") -> list[Row]:
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [{**dict.fromkeys(COLUMNS, ""), **row} for row in csv.DictReader(file)]
+        return [{column: row.get(column, "") for column in COLUMNS} for row in csv.DictReader(file)]
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows into a CSV file, which is replaced."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

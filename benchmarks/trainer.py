@@ -1,22 +1,27 @@
-"""Llama with the Trainer of Hugging Face: all weights, with LoRA by PEFT, and with weights in 4 bits."""
+"""Llama with the Trainer of Hugging Face: all weights, with LoRA by PEFT, and with weights in 4 bits.
+
+A job has one length of sequences, or is a search for the longest one that trains.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from harness import DEVICE, Recorder, Train, UnavailableError, Way
+from harness import DEVICE, Recorder, Sample, Train, UnavailableError, Way, need, run_arms
+from jobs import JOBS, LENGTHS
+from stack import SMALL, Sizes
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-__all__ = ["SIZES", "Sizes", "train", "trainer"]
+__all__ = ["longest", "search", "trainer"]
 
 FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
@@ -25,61 +30,24 @@ SEQUENCES = 64  # different ones, which are repeated
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A Llama, by default of 8 billion weights in bfloat16 with LoRA, and its batches."""
+class Llama(Sizes):
+    """A Llama with LoRA, with weights in 4 bits, with the kernels of Liger; a batch has so many sequences."""
 
-    tokens: int
     batch: int = 1
-    layers: int = 32
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    vocabulary: int = 128256
     lora: bool = True
     four_bit: bool = False
     liger: bool = False
 
-    @property
-    def config(self) -> LlamaConfig:
-        """The configuration of the model."""
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.tokens,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-
 
 SIZES = {
-    "T1": Sizes(4096, 2, 22, 2048, 5632, 32, 4, 32000, lora=False),
-    "L4": Sizes(4096),
-    "L16": Sizes(16384),
-    "L32": Sizes(32768, liger=True),
-    "Q16": Sizes(16384, four_bit=True),
-    "bits": Sizes(4096),
+    "T1": Llama(22, 4096, 2048, 5632, 32, 4, 32000, dtype=torch.float32, batch=2, lora=False),
+    "L4": Llama(32, 4096),
+    "L16": Llama(32, 16384),
+    "L32": Llama(32, 32768, liger=True),
+    "Q16": Llama(32, 16384, four_bit=True),
+    "bits": Llama(32, 4096),
 }
-SMALL = {"layers": 3, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "vocabulary": 128, "liger": False}
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random sequences, which are their own labels."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        shape = SEQUENCES, sizes.tokens
-        self._rows = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+TINY = {**SMALL, "layers": 3, "liger": False}
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
@@ -96,40 +64,33 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = self._recorder.done
 
 
-def _recorded(trainer: Trainer, way: Way, model: nn.Module, recorder: Recorder) -> None:
-    """Record each forward and backward of a Trainer, and enter the context of the way, as `SFTTrainer` does."""
-    inner, inner_loss, around = trainer.training_step, trainer.compute_loss, way.around(model)
+class _Recorded(Trainer):  # type: ignore[misc]
+    """Record each forward and backward, within the context of the way, as `SFTTrainer` enters it."""
 
-    def training_step(*arguments: Any, **more: Any) -> torch.Tensor:
-        recorder.begin()
-        with around:
-            loss = inner(*arguments, **more)
-        recorder.backward_ended()
+    recorder: Recorder
+    around: Any
+
+    def training_step(self, *arguments: Any, **more: Any) -> torch.Tensor:
+        self.recorder.begin()
+        with self.around:
+            loss = super().training_step(*arguments, **more)
+        self.recorder.backward_ended()
         return loss
 
-    def compute_loss(*arguments: Any, **more: Any) -> Any:
-        loss = inner_loss(*arguments, **more)
-        recorder.forward_ended(loss)
+    def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+        loss = super().compute_loss(*arguments, **more)
+        self.recorder.forward_ended(loss)
         return loss
 
-    trainer.training_step, trainer.compute_loss = training_step, compute_loss
 
-
-def need(package: str) -> None:
-    """Raise `UnavailableError` if a package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise UnavailableError(f"{package} is not installed where this was measured.")
-
-
-def _model(sizes: Sizes) -> nn.Module:
+def _model(sizes: Llama) -> nn.Module:
     """Return a model with random weights."""
     if sizes.four_bit:
         need("bitsandbytes")
         model = _in_four_bits(sizes)
     else:
-        dtype = torch.bfloat16 if sizes.lora else torch.float32
         with DEVICE:  # billions of weights are slow to make on the host
-            model = LlamaForCausalLM._from_config(sizes.config, dtype=dtype)
+            model = LlamaForCausalLM._from_config(sizes.config, dtype=sizes.dtype)
     if not sizes.lora:
         return model
     need("peft")
@@ -139,7 +100,7 @@ def _model(sizes: Sizes) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def _in_four_bits(sizes: Sizes) -> Any:
+def _in_four_bits(sizes: Llama) -> Any:
     """Return a model whose linear layers, but for the head, are in 4 bits; one at a time is in bfloat16."""
     import bitsandbytes as bnb
 
@@ -147,12 +108,11 @@ def _in_four_bits(sizes: Sizes) -> Any:
         model = LlamaForCausalLM._from_config(sizes.config, dtype=torch.bfloat16)
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     for name in linear:
-        parent, _, own = name.rpartition(".")
         rows, columns = model.get_submodule(name).weight.shape
         new = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
         weight = 0.02 * torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE)
         new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=new)
-        setattr(model.get_submodule(parent), own, new.to(DEVICE))
+        model.set_submodule(name, new.to(DEVICE))
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.is_meta:
@@ -164,7 +124,7 @@ def _in_four_bits(sizes: Sizes) -> Any:
     return model
 
 
-def train(sizes: Sizes, way: Way, recorder: Recorder) -> None:
+def train(sizes: Llama, way: Way, recorder: Recorder) -> None:
     """Train a new model with a new Trainer until the recorder is done."""
     if sizes.liger:
         need("liger_kernel")
@@ -174,6 +134,9 @@ def train(sizes: Sizes, way: Way, recorder: Recorder) -> None:
     more: dict[str, Any] = {CHECKPOINTING: True} if way.checkpointed else {}
     if way.inputs_offloaded:
         more[f"{CHECKPOINTING}_kwargs"] = {"offload": True}
+    shape = SEQUENCES, sizes.tokens
+    rows = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
+    tokens = [{"input_ids": row, "labels": row} for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -190,9 +153,9 @@ def train(sizes: Sizes, way: Way, recorder: Recorder) -> None:
             disable_tqdm=True,
             **more,
         )
-        trainer = Trainer(model, arguments, train_dataset=Tokens(sizes), callbacks=[_Steps(recorder, way)])
+        trainer = _Recorded(model, arguments, train_dataset=tokens, callbacks=[_Steps(recorder, way)])
         trainer.remove_callback(PrinterCallback)
-        _recorded(trainer, way, model, recorder)
+        trainer.recorder, trainer.around = recorder, way.around(model)
         try:
             trainer.train()
         finally:
@@ -203,9 +166,59 @@ def trainer(name: str, *, rehearse: bool) -> Train:
     """Return the function that trains the model of a job."""
     sizes = SIZES[name]
     if rehearse:
-        sizes = replace(sizes, **SMALL, tokens=32)
+        sizes = replace(sizes, **TINY, tokens=32)
     if name == "bits":  # the only job of its process
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     return partial(train, sizes)
+
+
+# The longest sequence that trains
+
+FIRST = {"none": 8, "checkpoint": 64, "checkpoint_offload": 128, "trl": 128, "offload": 128}
+"""Thousands of tokens that are tried first."""
+
+
+def longest(lengths: Sequence[int], first: int, trains: Callable[[int], bool]) -> int | None:
+    """Return the longest of ascending lengths that trains, or None; each is tried once, and the first one first.
+
+    If it trains, the second next follows, and so on, so that a long search takes few tries.
+    """
+    low, high = -1, len(lengths)  # the last known to train, and the first known not to
+    at = min(range(len(lengths)), key=lambda k: abs(lengths[k] - first))
+    while high - low > 1:
+        if trains(lengths[at]):
+            low = at
+            at = min(at + 2, high - 1) if high == len(lengths) else (low + high) // 2
+        else:
+            high = at
+            at = max(at - 2, low + 1) if low < 0 else (low + high) // 2
+    return lengths[low] if low >= 0 else None
+
+
+def search(
+    name: str, write: Callable[[Sample], object], arms: Sequence[str], memory: float | None, *, rehearse: bool
+) -> None:
+    """Search the longest sequence of each arm, in at most `memory` GB of device memory."""
+    base, lengths = Llama(32, 0, four_bit=name == "context-qlora", liger=True), LENGTHS
+    if rehearse:
+        base, lengths = replace(base, **TINY), (16, 32, 64)
+    if memory is not None and DEVICE.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory * 1e9 / torch.cuda.mem_get_info()[1]))
+
+    for arm in arms or JOBS[name].arms:
+
+        def trains(tokens: int, arm: str = arm) -> bool:
+            sizes, more = replace(base, tokens=tokens), {"tokens": tokens, "memory_gb": memory}
+            (sample,) = run_arms(JOBS[name], partial(train, sizes), write, (arm,), **more)
+            if sample["status"] == "skipped":  # at any length
+                raise UnavailableError
+            return bool(sample["status"] == "ok")
+
+        # A smaller device trains about as much shorter sequences.
+        first = FIRST[arm] * 1024 * (1.0 if memory is None else max(0.05, (memory - 18) / 62))
+        try:
+            print(f"{arm}: {longest(lengths, 32 if rehearse else int(first), trains)} tokens train", flush=True)
+        except UnavailableError:
+            continue

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Recorder, Train, Way, plain_steps
+from harness import DEVICE, Recorder, Train, Way, mean_square, plain_steps
 from torch import nn
 
-__all__ = ["DiffusionTransformer", "trainer"]
+__all__ = ["trainer"]
 
 CLASSES = 1000
 
@@ -28,7 +28,6 @@ class Block(nn.Module):
         self.condition = nn.Sequential(nn.SiLU(), nn.Linear(hidden, 6 * hidden))
 
     def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Return the output of the block; `x` is (batch, tokens, hidden) and the condition `c` (batch, hidden)."""
         batch, tokens, hidden = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = self.condition(c)[:, None].chunk(6, dim=-1)
         qkv = self.qkv(self.norm1(x) * (1 + scale1) + shift1)
@@ -71,8 +70,7 @@ def _train_diffusion(sizes: dict[str, int], count: int, way: Way, recorder: Reco
         labels = torch.randint(CLASSES, (count,), device=DEVICE)
         return torch.randn(count, 4, latent, latent, device=DEVICE), torch.rand(count, device=DEVICE), labels
 
-    loss = lambda predicted: predicted.float().square().mean()  # noqa: E731
-    plain_steps(way, recorder, model, batch, loss, optimize=True)
+    plain_steps(way, recorder, model, batch, mean_square, optimize=True)
 
 
 def _train_vision(sizes: dict[str, int], count: int, way: Way, recorder: Recorder) -> None:

@@ -54,7 +54,7 @@ def settled(_: torch.device) -> dict[str, Any]:
         link = nbytes / (32 if dist.get_rank() else 0.5)
         Computing.device = Timed(link, link, memory=2**30)
         torch.manual_seed(0)
-        module = settings.stage(mesh["data"])
+        module = experts.MixtureStage(settings, mesh["data"])
         stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=mesh.get_group("pipeline"))
         schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, _: y.square().mean())
         x = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
