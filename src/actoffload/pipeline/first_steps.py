@@ -1,4 +1,4 @@
-"""The first steps of a schedule on one rank, in which everything is offloaded, and what they showed.
+"""The first steps of a schedule on one rank: what is measured in them, and what they showed.
 
 `[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
 everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
@@ -6,9 +6,9 @@ That step shows the order of the computations, what each group saves, and what t
 time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
 
-Where a rank cannot keep within its memory at no cost, and groups may be recomputed, two more steps recompute and
-offload everything.  In the first one the programs of the groups are proven, and their operators timed; the second one
-is measured.  All ranks run them, because they know the plans of all.
+Where not everything fits in all ranks, and groups may be recomputed, two more steps recompute and offload everything.
+In the first one the programs of the groups are proven, and their operators timed; the second one is measured.  All
+ranks run them, because they know what fits in the others.
 
 A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
 plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
@@ -18,9 +18,12 @@ plans may follow, in three steps each: see `planning` [Note: trial of the plans]
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
@@ -33,16 +36,40 @@ from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .metering import Standing, StepMeter, even_costs, kept_outputs, measured_costs, with_temporaries
-from .planning import Measured, Tried
-from .stages import RankStage
+from .planning import (
+    Limits,
+    Measured,
+    Plans,
+    Trial,
+    Tried,
+    Verdict,
+    act,
+    agreed,
+    judge,
+    needs_recomputation,
+    plans_of,
+)
+from .stages import PipelineRanks, RankStage
 from .steering import has_grown
 
-__all__ = ["FirstSteps"]
+__all__ = ["FirstSteps", "Script", "Stage"]
 
-TIMED_STEPS = 3
-AGAIN_STEPS = 2
-TRIAL_STEPS = 5
-TIMED_TRIALS = 2  # steps of a trial that are timed alike, of which the faster one counts: one may be slow by chance
+TRIES = 2  # to measure recomputation, where a rank ran other groups in the first time
+TIMED = 2  # steps that are timed alike, of which the faster one counts: one may be slow by chance
+
+
+class Stage(enum.Enum):
+    """What a step is for."""
+
+    FIRST = "the first one of its kind, which is not measured"
+    LEAN = "everything is offloaded; its groups, copies and memory are measured"
+    BARE = "nothing is offloaded, if that fits; its groups are timed"
+    PLAN = "a plan is followed; the whole step is timed"
+    WITHOUT = "nothing is offloaded or followed; the whole step is timed"
+
+
+Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
+"""Yields what the next step is for, with the plans to follow from it on if there are others, and returns the last."""
 
 
 class FirstSteps:
@@ -50,12 +77,12 @@ class FirstSteps:
 
     def __init__(self, stages: Sequence[RankStage], conductor: Conductor, budget: int | None = None) -> None:
         self._stages, self._conductor, self._budget = stages, conductor, budget
+        self.known: list[Measured] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
-        self.steps = TIMED_STEPS if self._backend.times else 1
         self._copies: StepMeter | None = None  # of a step that offloaded everything
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
-        self._bare = False
+        self._stage = Stage.FIRST
         self.other_bytes = 0  # of device memory in the whole step, beside what stages have
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._plain: Measured | None = None  # what was measured without recomputation
@@ -63,47 +90,83 @@ class FirstSteps:
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
         self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
-        self.trying = False  # a plan
-        self._first_trial, self._bare_trial = 0, False
-        self._tried, self._without = list[StepMeter](), list[StepMeter]()  # of steps with it, and that offload nothing
-        self._tried_peak = 0
+        self._whole: dict[Stage, list[StepMeter]] = {}  # steps that were timed as a whole since a plan is tried
+        self._peak = 0  # of those with the plan
         self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
-    def begin(self, number: int) -> None:
-        """Begin one of the first steps."""
-        if not self._backend.times or number == 1:
-            return
-        if self.trying:
-            self._begin_trial(number)
-            return
-        if self._plain is not None and number < self.steps:
-            return
-        for stage in self._stages:
-            stage.steering.operators = None  # a step in which operators are timed takes longer
-        bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
-        bare = bare and self._known
-        self._backend.allocated()  # resets the peak
-        with self._conductor.engine.lock:
-            self._conductor.engine.counters.reset()
-        self._watch(bare=bare)
+    def run(self, rank: int, exchange: PipelineRanks, limits: Limits) -> Script:
+        """Yield what the next step is for, exchange what it showed, and return the plans to keep.
 
-    def _begin_trial(self, number: int) -> None:
-        self._backend.allocated()  # resets the peak
-        if number == self._first_trial:
+        See [Note: the first steps of a schedule] and [Note: trial of the plans].
+        """
+        measure = partial(self._measure, rank, exchange)
+        timed = self._backend.times
+        self.known = yield from measure(*((Stage.LEAN, Stage.BARE) if timed else ()))
+        for _ in range(TRIES):
+            if not (limits.may_recompute and needs_recomputation(self.known)):
+                break
+            self._recompute(next(each for each in self.known if each.rank == rank))
+            self.known = yield from measure(Stage.LEAN)
+        verdict, trials = Verdict(plans_of(self.known, limits)), list[Trial]()
+        while timed and act(verdict.plans) and not verdict.final:
+            bare = not trials and all(each.bare for each in self.known)
+            tried = yield from self._try(exchange, verdict.plans, bare=bare)
+            trials.append(Trial.of(verdict.plans, tried, whole=verdict.whole))
+            verdict = judge(trials, self.known, limits)
+        return verdict.plans
+
+    def _measure(
+        self, rank: int, exchange: PipelineRanks, *stages: Stage
+    ) -> Generator[tuple[Stage, Plans], None, list[Measured]]:
+        """Yield steps until all ranks have measured a whole one; return what they know."""
+        steps = (Stage.FIRST, *stages)
+        yield from ((stage, ()) for stage in steps)
+        while (found := agreed(exchange.gather(self.measured(rank)))) is None:
+            yield steps[-1], ()
+        return found
+
+    def _try(
+        self, exchange: PipelineRanks, plans: Plans, *, bare: bool
+    ) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
+        """Yield steps with some plans, and if `bare` is True without offloading; return what all ranks saw."""
+        self._whole, self._peak = {}, 0
+        yield Stage.FIRST, plans
+        for _ in range(TIMED * (1 + bare)):
+            yield self._missing(bare=bare) or Stage.FIRST, ()
+        while True:
+            missing = self._missing(bare=bare)
+            gathered = exchange.gather(None if missing else self._tried())
+            found = [each for ranks in gathered for each in ranks if each is not None]
+            if len(found) == sum(map(len, gathered)):
+                return found
+            yield missing or Stage.FIRST, ()
+
+    def begin(self, stage: Stage) -> None:
+        """Begin one of the first steps."""
+        self._stage = stage
+        if not self._backend.times:
             return
-        # A whole step is timed, and none of its groups: that would take time of the host, which may be what counts.
-        if len(self._tried) < TIMED_TRIALS:
-            self._meter = StepMeter(self._backend, self._conductor.engine.counters)
-        elif self._bare_trial and len(self._without) < TIMED_TRIALS:
+        self._backend.allocated()  # resets the peak
+        engine = self._conductor.engine
+        if stage in (Stage.PLAN, Stage.WITHOUT):
+            # None of its groups is timed: that would take time of the host, which may be what counts.
+            self._meter = StepMeter(self._backend, engine.counters)
+        if stage is Stage.WITHOUT:
             self._conductor.pause()
-            for stage in self._stages:
-                stage.steering.unfollowed = True
-            self._meter = StepMeter(self._backend, self._conductor.engine.counters)
+            for each in self._stages:
+                each.steering.unfollowed = True
+        if stage in (Stage.LEAN, Stage.BARE):
+            for each in self._stages:
+                each.steering.operators = None  # a step in which operators are timed takes longer
+            bare = stage is Stage.BARE and self._copies is not None and self._fits_bare() and self._known
+            with engine.lock:
+                engine.counters.reset()
+            self._watch(bare=bare)
+            self._stage = Stage.BARE if bare else Stage.LEAN
 
     def _watch(self, *, bare: bool) -> None:
         """Measure the groups in the present step, which offloads nothing if it is `bare`."""
         engine, standing = self._conductor.engine, dict[int, Standing]()
-        self._bare = bare
         for stage in self._stages:
             stage.steering.bare = bare
             # Memory is read in steps that are not bare: the others show the times.
@@ -133,31 +196,28 @@ class FirstSteps:
         self._conductor.resume()
         if failed:
             return
-        if self.trying:
-            (self._without if paused else self._tried).append(meter)
-            if not paused:
-                self._tried_peak = max(self._tried_peak, (self._backend.allocated() or (0, 0))[1])
+        if self._stage in (Stage.PLAN, Stage.WITHOUT):
+            self._whole.setdefault(self._stage, []).append(meter)
+            if self._stage is Stage.PLAN:
+                self._peak = max(self._peak, (self._backend.allocated() or (0, 0))[1])
             return
-        if not self._bare:
+        if self._stage is Stage.LEAN:
             self._copies = meter
             # With recomputation it has what stays for a weight backward, which the costs have, too.
             self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
         self._times = meter
 
-    def try_plan(self, number: int, *, bare: bool) -> None:
-        """Measure steps with a plan, of which `number` is the first, and if `bare` is True also without offloading."""
-        self.trying, self._first_trial, self._bare_trial = True, number, bare
-        self.steps = number + TRIAL_STEPS - 1 - TIMED_TRIALS * (not bare)
-        self._tried, self._without, self._tried_peak = [], [], 0
+    def _missing(self, *, bare: bool) -> Stage | None:
+        """Return of which kind not enough whole steps were timed, also without offloading if `bare` is True."""
+        stages = (Stage.PLAN, Stage.WITHOUT) if bare else (Stage.PLAN,)
+        return next((stage for stage in stages if len(self._whole.get(stage, ())) < TIMED), None)
 
-    def tried(self) -> Tried | None:
-        """Return what the trial of a plan showed; None if it has not ended."""
-        if min(len(self._tried), len(self._without) if self._bare_trial else TIMED_TRIALS) < TIMED_TRIALS:
-            return None
-        for meter in (*self._tried, *self._without):
+    def _tried(self) -> Tried:
+        """Return what the trial of a plan showed."""
+        for meter in (meter for meters in self._whole.values() for meter in meters):
             meter.wait()
-        least = min((meter.seconds() for meter in self._without), default=None)
-        return Tried(min(meter.seconds() for meter in self._tried), least, self._tried_peak)
+        seconds = {stage: min(meter.seconds() for meter in meters) for stage, meters in self._whole.items()}
+        return Tried(seconds[Stage.PLAN], seconds.get(Stage.WITHOUT), self._peak)
 
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
@@ -260,9 +320,9 @@ class FirstSteps:
         )
         return replace(cost, groups=groups, splits=splits)
 
-    def again(self, mine: Measured, number: int) -> None:
-        """Measure steps in which everything is recomputed, from `number` on; `mine` is of the steps before."""
-        self._plain, self.steps = mine, number + AGAIN_STEPS - 1
+    def _recompute(self, mine: Measured) -> None:
+        """Recompute everything in the next steps, and time the operators; `mine` is of the steps before."""
+        self._plain = mine
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for stage in self._stages:

@@ -3,8 +3,8 @@
 `[Note: trial of the plans]`  The first steps measure groups and copies, each for itself.  Whether a whole step takes as
 long as was simulated for them, and no more memory, is known only when it has run.  So the plans are tried.  If a rank
 takes more memory than its limit, plans for as much less are tried.  If plans that should cost nothing cost time in the
-trial, nothing is offloaded.  Where memory or the arguments ask for a cost, whole replay of all groups is tried too, as
-activation checkpointing would run them, and the faster plans are kept.  Every rank decides from the same numbers, and
+trial, nothing is offloaded.  Where a rank needs the memory, whole replay of all groups is tried too, as activation
+checkpointing would run them, and the faster plans are kept.  Every rank decides from the same numbers, and
 so the same.
 """
 
@@ -33,10 +33,9 @@ __all__ = [
     "Verdict",
     "act",
     "agreed",
-    "costs_time",
     "decision",
-    "is_slow",
     "judge",
+    "needs_recomputation",
     "plans_of",
     "variants_of",
 ]
@@ -130,9 +129,9 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     return plans
 
 
-def costs_time(measured: Sequence[Measured], plans: Plans) -> bool:
-    """Return whether a rank exceeds its memory, or a step takes longer than without offloading to keep within it."""
-    return _expected(plans) > 1 + FREE or _exceed(plans, measured)
+def needs_recomputation(measured: Sequence[Measured]) -> bool:
+    """Return whether a rank needs the memory that recomputation frees, and a rank has not measured that."""
+    return not all(each.bare for each in measured) and any(each.again is None for each in measured)
 
 
 def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
@@ -233,12 +232,6 @@ def judge(trials: Sequence[Trial], measured: Sequence[Measured], limits: Limits)
     return Verdict(tuple(plans), final=True)
 
 
-def is_slow(trial: Trial, measured: Sequence[Measured]) -> bool:
-    """Return whether plans that ranks need for their memory took clearly longer than predicted."""
-    planned = max(plan.seconds or 0.0 for plan in trial.plans)
-    return trial.seconds > (1 + NEAR) * planned and not all(each.bare for each in measured)
-
-
 def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
     """Return plans in which every group is replayed as a whole, and offloaded only if a rank would exceed its memory.
 
@@ -273,7 +266,7 @@ def _less(measured: Sequence[Measured], trials: Sequence[Trial]) -> list[Measure
     """Return what was measured, with limits that are lower by what tried plans took beyond their prediction."""
     excess = [max(most) for most in zip(*(trial.excess() for trial in trials), strict=True)]
     pairs = zip(measured, excess, strict=True)
-    return [each if each.limit is None else replace(each, limit=each.limit - more) for each, more in pairs]
+    return [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
 
 
 def _after_trial(trial: Trial, measured: Sequence[Measured], limits: Limits) -> Plans:

@@ -19,9 +19,15 @@ from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import LostRankError
 from .conductor import Conductor
-from .first_steps import FirstSteps
+from .first_steps import FirstSteps, Script
 from .follow import actions_of, runs_backward, unfollow
-from .planning import Limits, Measured, Plans, Trial, Tried, act, agreed, costs_time, decision, is_slow, judge, plans_of
+from .planning import (
+    Limits,
+    Measured,
+    Plans,
+    decision,
+    plans_of,
+)
 from .stages import PipelineRanks, RankStage, Settings, disagreement, replicas_of
 
 __all__ = ["Runner"]
@@ -34,9 +40,6 @@ LOST = (
     "So this rank offloads from here on what it offloads now. Run the same number of steps on every rank, and call "
     "remove() of the handles on all of them."
 )
-
-
-MOST_AGAIN = 2  # times that recomputation is measured, where a rank ran other groups in the first time
 
 
 class Runner:
@@ -59,12 +62,9 @@ class Runner:
         self._followed = [weakref.ref(each) for each in followed]
         self.stages, self.conductor = tuple(stages), conductor
         self._settings, self._limits, self._exchange, self.rank = settings, limits, exchange, rank
-        self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
-        self._alone = False  # another rank does not answer
-        self._measured: list[Measured] = []  # of all ranks, when they planned
-        self._measured_again = 0  # times that recomputation was measured
-        self._trials: list[Trial] = []
-        self._whole = False  # the plans that are tried replay everything as a whole
+        self._first = FirstSteps(self.stages, conductor, limits.memory_budget)
+        # None once the plans are final.
+        self._script: Script | None = self._first.run(rank, exchange, limits)
         self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
         self._peak = 0  # the same in the latest step in which all groups were followed
@@ -101,27 +101,20 @@ class Runner:
         """Begin a step; see [Note: exchanges]."""
         self.number += 1
         try:
-            self._exchange_what_is_known()
-            if not self._alone and (self.conductor.plan is None or self._script.trying):
-                self._script.begin(self.number)
+            if self.number == 1:
+                self._meet()
+            if self._script is not None:
+                stage, plans = next(self._script)
+                if plans:
+                    self._follow(plans)
+                self._first.begin(stage)
+        except StopIteration as stop:
+            if stop.value is None:
+                self._lose("The first steps were interrupted.")
+            else:
+                self._keep(stop.value)
         except LostRankError as lost:
-            self._lose(lost)
-
-    def _exchange_what_is_known(self) -> None:
-        """PipelineRanks the arguments before the first step, and plan when enough is measured."""
-        if self.number == 1:
-            self._meet()
-        elif self._alone:
-            return
-        elif self._script.trying and self.number > self._script.steps:
-            tried = [each for ranks in self._exchange.gather(self._script.tried()) for each in ranks]
-            known = [each for each in tried if each is not None]
-            if len(known) == len(tried):
-                self._judge(known)
-        elif not self.plans and self.number > self._script.steps:
-            found = agreed(self._exchange.gather(self._script.measured(self.rank)))
-            if found is not None:
-                self._decide(found)
+            self._lose(str(lost))
 
     def _meet(self) -> None:
         """Find the ranks that run the same stages, and compare the arguments of all."""
@@ -130,69 +123,31 @@ class Runner:
             self.remove()
             raise ValueError(wrong)
 
-    def _lose(self, lost: LostRankError) -> None:
+    def _lose(self, problem: str) -> None:
         """Go on without the other ranks: without offloading where they were never met."""
         self._exchange.leave()
-        self._alone, self._script.trying = True, False
+        self._script = None
         if self.number == 1:
             self.remove()
-        warn(f"{lost} {NOT_MET if self.number == 1 else LOST}")
-
-    def _decide(self, measured: list[Measured]) -> None:
-        """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
-        self._measured = measured
-        plans = plans_of(measured, self._limits)
-        if self._may_measure_again and costs_time(measured, plans):
-            self._measure_again()
-        elif act(plans) and self.conductor.engine.backend.times:
-            self._follow(plans)
-            self._script.try_plan(self.number, bare=all(each.bare for each in measured))
-        else:
-            self._keep(plans)
-
-    @property
-    def _may_measure_again(self) -> bool:
-        """Whether recomputation may be measured and was not; all ranks decide by what all of them know."""
-        wanted = self._limits.may_recompute and any(each.again is None for each in self._measured)
-        # Where groups come and go, what was measured is of no use.
-        return wanted and self._measured_again < MOST_AGAIN
-
-    def _measure_again(self) -> None:
-        """Measure recomputation in the next steps, in which no plan is followed."""
-        self._measured_again += 1
-        self.plans, self._trials, self._script.trying = (), [], False
-        self.conductor.follow(None)
-        self._script.again(self._mine, self.number)
-
-    def _judge(self, tried: Sequence[Tried]) -> None:
-        """Keep plans, or try others; see [Note: trial of the plans]."""
-        self._trials.append(Trial.of(self.plans, tried, whole=self._whole))
-        if self._may_measure_again and is_slow(self._trials[-1], self._measured):
-            self._measure_again()
-            return
-        verdict = judge(self._trials, self._measured, self._limits)
-        if verdict.final:
-            self._keep(verdict.plans)
-            return
-        self._whole = verdict.whole
-        self._follow(verdict.plans)
-        self._script.try_plan(self.number, bare=False)
+        warn(f"{problem} {NOT_MET if self.number == 1 else LOST}")
 
     def _keep(self, plans: Plans) -> None:
         """Follow the plans that are final."""
+        self._script = None
         self._follow(plans)
-        self._script.trying = False
         plan, engine = self.conductor.plan, self.conductor.engine
         if plan is not None and engine.backend.times:
             engine.trim(keep=plan.host_bytes)
         if self.rank == 0:
             logger.info("%s", decision(self.plans))
 
+    # Later
+
     def _after(self, *, failed: bool, changed: bool) -> None:
         """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
         conductor = self.conductor
         paused = conductor.paused
-        self._script.end(failed=failed)
+        self._first.end(failed=failed)
         if paused:
             return
         if not failed and conductor.plan is not None and not conductor.scoped:
@@ -204,25 +159,25 @@ class Runner:
         followed = conductor.plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
         plan = conductor.plan
-        if not failed and plan is not None and (changed or self._script.outdated(plan, self._mine.costs)):
+        if not failed and plan is not None and (changed or self._first.outdated(plan, self._mine.costs)):
             self._plan_anew(plan)
 
     @property
     def _mine(self) -> Measured:
         """What this rank knew when it planned."""
-        return next(each for each in self._measured if each.rank == self.rank)
+        return next(each for each in self._first.known if each.rank == self.rank)
 
     def _plan_anew(self, before: PipelinePlan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
         if before.saves and self._exchange.replicas:  # they would recompute something else
             return
-        mine = self._script.measured(self.rank, before)
+        mine = self._first.measured(self.rank, before)
         if mine is None:
             return
-        self._measured = [mine if each.rank == self.rank else each for each in self._measured]
+        self._first.known = [mine if each.rank == self.rank else each for each in self._first.known]
         microbatches = {step.microbatch for step in mine.order}
         try:
-            found = plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits)
+            found = plans_of([each.with_microbatches(microbatches) for each in self._first.known], self._limits)
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
             return
@@ -233,7 +188,7 @@ class Runner:
         self.plans = plans
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
-        self._script.settle(found)
+        self._first.settle(found)
         self.conductor.scoped = False
         self.because = found.because
 
@@ -245,7 +200,7 @@ class Runner:
     @property
     def settling(self) -> bool:
         """Whether steps are still measured."""
-        return self.installed and not self._alone and (not self.plans or self._script.trying)
+        return self.installed and self._script is not None
 
     def order(self) -> tuple[Step, ...]:
         """Return what this rank computes: the order that ran wins over the one that the schedule has."""
@@ -260,8 +215,8 @@ class Runner:
 
     def _peak_bytes(self, statistics: Statistics) -> int:
         """Return the highest bytes of saved tensors at a time, also where not all of them were seen."""
-        if self._script.kept_bytes is not None:
-            return self._script.kept_bytes
+        if self._first.kept_bytes is not None:
+            return self._first.kept_bytes
         return self._peak if self.conductor.scoped else statistics.peak_resident_bytes
 
     def report(self) -> PipelineReport:
