@@ -1,18 +1,19 @@
-"""Models, steps and comparisons for the GPU tests.  All of them also run on the reference device, for rehearsal."""
+"""Models, steps and comparisons of the tests on a GPU."""
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import no_synchronization
-from torch import nn
+from torch import Tensor, nn
 
 import actoffload
 from actoffload import device as devices
@@ -20,17 +21,24 @@ from actoffload.measure import MemoryMeter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA itself, not just any device")
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA itself, not just any accelerator")
 # Warnings of other libraries depend on versions and drivers; ours stay errors.
-lenient = [
+gpu = [
+    pytest.mark.gpu,
+    needs_cuda,
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("error::actoffload.HostMemoryWarning"),
 ]
-WORLDS = [pytest.param(count, marks=pytest.mark.multi_gpu(count)) for count in (2, 4)]
-"""Numbers of ranks with a device each."""
+"""Marks of a file of tests on a GPU."""
 
-WIDTH = 512
-ROWS = 2048 if CUDA else 512  # rows x width is four times, or exactly, the smallest size that is offloaded
+WIDTH, ROWS, BLOCKS = 512, 8192, 8
+NBYTES = ROWS * WIDTH * 4
+"""Bytes of the output of one block, in float32."""
+
+Run = Callable[[Tensor], Tensor]
+
+
+# Models
 
 
 class Mlp(nn.Module):
@@ -40,7 +48,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
 
@@ -53,7 +61,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out, self.mlp = nn.Linear(width, 3 * width), nn.Linear(width, width), Mlp(width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(1, rows, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,13 +72,78 @@ class Block(nn.Module):
 KINDS = {"linear": lambda width: nn.Linear(width, width), "mlp": Mlp, "attention": Block}
 
 
-def make_layers(
-    kind: str = "linear", count: int = 12, width: int = WIDTH, device: torch.device = DEVICE
-) -> nn.ModuleList:
-    """Return layers with the same weights on every call; in bfloat16 for attention, as the flash kernels require."""
-    torch.manual_seed(1)
-    layers = nn.ModuleList([KINDS[kind](width) for _ in range(count)])
-    return layers.to(device, torch.bfloat16 if kind == "attention" else torch.float32)
+class Net(nn.Module):
+    """Blocks after a stem that computes their input: the argument of a model is kept alive by its caller."""
+
+    def __init__(self, kind: str = "linear", count: int = BLOCKS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([KINDS[kind](width) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(kind: str = "linear", count: int = BLOCKS, width: int = WIDTH) -> Net:
+    """Return a model with the same weights on every call; in bfloat16 for attention, as the flash kernels require."""
+    torch.manual_seed(2)
+    return Net(kind, count, width).to(DEVICE, torch.bfloat16 if kind == "attention" else torch.float32)
+
+
+def offload(model: nn.Module, **options: Any) -> actoffload.OffloadHandle:
+    """Offload a model by the schedule; the option ``fraction=None`` measures."""
+    return actoffload.offload(model, **{"min_bytes": 1 << 16, "fraction": 1.0, **options})
+
+
+def in_context(model: Net, context: Any, sync: Any, after: Callable[[int], None] = lambda k: None) -> Run:
+    """Return a function that runs each block of a model in a context, and calls `after` with its number."""
+
+    def run(x: Tensor) -> Tensor:
+        x = model.stem(x)
+        for k, block in enumerate(model.blocks):
+            with context:
+                x = block(x)
+            x = sync(x)
+            after(k)
+        return x
+
+    return run
+
+
+def default_context(model: Net, number: int = 4) -> tuple[Run, Any]:
+    """Return a function that runs a model with the default schedule, and the context."""
+    context, sync = actoffload.get_cpu_offload_context(True, number, len(model.blocks))
+    return in_context(model, context, sync), context
+
+
+def manual_context(model: Net, number: int = 4, stream: Any = None) -> tuple[Run, Any]:
+    """Return a function that offloads the first blocks by hand and reloads them after the forward, and the context."""
+    context, sync, controller = actoffload.get_cpu_offload_context(
+        True, model_layers=len(model.blocks), manual_synchronization=True, offload_stream=stream
+    )
+
+    def after(k: int) -> None:
+        if k < number:
+            controller.start_offload_layer(k)
+        if 0 <= k - 2 < number:
+            controller.release_activation_forward_gpu_memory(k - 2)
+        if k + 1 == len(model.blocks):
+            for back in reversed(range(number)):
+                controller.start_reload_layer(back)
+
+    return in_context(model, context, sync, after), context
+
+
+Way = Callable[[Net], tuple[Run, Any]]
+"""Takes a model; returns what runs it, and the context or handle."""
+
+
+def whole(**options: Any) -> Way:
+    """Return a way that offloads the whole model."""
+    return lambda model: (model, offload(model, **options))
 
 
 def flash() -> Any:
@@ -78,142 +151,149 @@ def flash() -> Any:
     return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
 
 
-def make_input(
-    layers: nn.Module, seed: int = 0, rows: int = ROWS, width: int = WIDTH, device: torch.device = DEVICE
-) -> torch.Tensor:
+# Steps
+
+
+def make_input(model: nn.Module, seed: int = 0, rows: int = ROWS) -> Tensor:
     """Return a new input; the caller passes it to the step and keeps no reference."""
-    dtype = next(layers.parameters()).dtype
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(rows, width, generator=generator, device=device, dtype=dtype)
+    weight = next(model.parameters())
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    return torch.randn(rows, weight.shape[-1], generator=generator, device=weight.device, dtype=weight.dtype)
 
 
-def offload(num_layers: int, model_layers: int, **more: Any) -> tuple[actoffload.context.OffloadContext, Any]:
-    """Return an enabled context with the default schedule."""
-    return actoffload.get_cpu_offload_context(enabled=True, num_layers=num_layers, model_layers=model_layers, **more)
-
-
-def no_offload() -> tuple[Any, Any]:
-    """Return a context that does nothing."""
-    return actoffload.get_cpu_offload_context(enabled=False)
-
-
-AfterLayer = Callable[[int], None]
-
-
-def forward(
-    layers: Sequence[nn.Module], x: torch.Tensor, pair: tuple[Any, Any], after: AfterLayer | None = None
-) -> torch.Tensor:
-    """Run each layer in the context and call `after` with its index."""
-    context, sync = pair
-    for k, layer in enumerate(layers):
-        with context:
-            x = layer(x)
-        x = sync(x)
-        if after is not None:
-            after(k)
-    return x
-
-
-def manual_forward(layers: nn.ModuleList, x: torch.Tensor, trio: tuple[Any, Any, Any], offloaded: int) -> torch.Tensor:
-    """Offload the first `offloaded` layers, release each two layers later, and reload them after the forward."""
-    context, sync, controller = trio
-
-    def after(k: int) -> None:
-        if k < offloaded:
-            controller.start_offload_layer(k)
-        if 0 <= k - 2 < offloaded:
-            controller.release_activation_forward_gpu_memory(k - 2)
-
-    x = forward(layers, x, (context, sync), after)
-    for k in reversed(range(offloaded)):
-        controller.start_reload_layer(k)
-    return x
-
-
-@dataclass
-class Result:
-    """The output and the gradients of one step."""
-
-    output: torch.Tensor
-    grads: list[torch.Tensor]
-
-    def differences(self, other: Result) -> list[str]:
-        """Return the names of the tensors that are not bit-identical or not finite."""
-        mine, theirs = [self.output, *self.grads], [other.output, *other.grads]
-        assert len(mine) == len(theirs)
-        names = ["output", *(f"gradient {k}" for k in range(len(self.grads)))]
-        return [
-            name
-            for name, a, b in zip(names, mine, theirs, strict=True)
-            if not (torch.equal(a, b) and bool(torch.isfinite(a).all()))
-        ]
-
-
-def requested_bytes() -> int:
-    """Return the bytes of device memory in use, without the rounding of the allocator, which varies; 0 on the CPU."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"]) if CUDA else 0
-
-
-def requested_peak(meter: MemoryMeter) -> int:
-    """Return the peak of a meter that has just ended, without the rounding of the allocator."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) if CUDA else meter.peak_bytes
-
-
-def collect(layers: nn.Module, output: torch.Tensor) -> Result:
-    """Copy the output and the gradients of a step, and clear the gradients."""
-    grads = []
-    for parameter in layers.parameters():
-        assert parameter.grad is not None
-        grads.append(parameter.grad.detach().clone())
-        parameter.grad = None
-    return Result(output.detach().clone(), grads)
-
-
-def step(
-    layers: nn.ModuleList,
-    seed: int,
-    pair: tuple[Any, Any],
-    rows: int = ROWS,
-) -> Result:
-    """Run forward and backward on the input that `seed` gives."""
-    output = forward(layers, make_input(layers, seed, rows), pair)
-    loss(output).backward()
-    return collect(layers, output)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
+def loss(output: Tensor) -> Tensor:
     """Return a scalar whose gradient differs in every element."""
     return output.float().square().mean()
 
 
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside of a ``with`` block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def collect(model: nn.Module, output: Tensor) -> list[Tensor]:
+    """Return copies of the output and the gradients of a step, and clear the gradients."""
+    found = [output.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    assert len(found) > 1
+    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    return found
+
+
+def step(model: nn.Module, seed: int, rows: int = ROWS, run: Run | None = None) -> list[Tensor]:
+    """Run one step and return its output and gradients."""
+    output = (model if run is None else run)(make_input(model, seed, rows))
+    loss(output).backward()
+    return collect(model, output)
+
+
+def run_step(model: nn.Module, seed: int, rows: int = ROWS) -> None:
+    """Run one step and discard its output."""
+    loss(model(make_input(model, seed, rows))).backward()
+
+
+# Memory and synchronization
+
+
+def requested(what: str) -> int:
+    """Return the ``"current"`` or ``"peak"`` bytes of device memory, without the allocator's rounding, which varies."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
+
+
+def peak(model: nn.Module, seed: int = 0) -> int:
+    """Return the requested bytes at the peak of one step."""
+    with MemoryMeter():
+        run_step(model, seed)
+    model.zero_grad(set_to_none=False)
+    return requested("peak")
+
+
+def clean() -> None:
+    """Free cached memory and the cuBLAS workspaces, so that the next measurement counts only its own."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def driver_calls() -> dict[str, int]:
+    """Return how often memory was taken from the driver so far, on the device and page-locked on the host."""
+    device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    counts = {name: int(device.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
+    return counts | {name: int(host.get(name, 0)) for name in ("num_host_alloc", "num_host_free")}
 
 
 @contextmanager
 def steady() -> Iterator[None]:
     """Forbid to wait for the device, and require that no memory is taken from the driver."""
-
-    def forbidden(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a step synchronized")
-
+    forbidden = AssertionError("a step synchronized")
     torch.cuda.synchronize()
     before = driver_calls()
     with (
         no_synchronization(),
-        patched(torch.cuda, "synchronize", forbidden),
-        patched(torch.accelerator, "synchronize", forbidden),
+        mock.patch.object(torch.cuda, "synchronize", side_effect=forbidden),
+        mock.patch.object(torch.accelerator, "synchronize", side_effect=forbidden),
     ):
         yield
     torch.cuda.synchronize()
     assert driver_calls() == before
+
+
+# Graphs
+
+
+class WholeStep:
+    """Forward and backward in one CUDA graph.
+
+    Parameters
+    ----------
+    model : module
+        Its parameters get gradients.
+    run : callable
+        Takes an input, which may be offloaded, and returns the output.
+    rows : int
+        Rows of the static input.
+    warm_up : callable, optional
+        Runs before the capture, in place of `run`.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, rows: int, *, warm_up: Run | None = None) -> None:
+        self.model = model
+        self.static = make_input(model, 0, rows)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step(run if warm_up is None else warm_up)
+        torch.cuda.current_stream().wait_stream(side)
+        self.output: Any = None
+        clean()
+        before = requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step(run)
+        self.peak = requested("peak") - before
+        # The graph writes these gradients; eager steps allocate others.
+        self.grads = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+
+    def _step(self, run: Run) -> None:
+        # The gradients are allocated before the capture, so that the graph only writes them.  The input is a copy:
+        # the graph reads the static one at a fixed address, so the static one cannot be offloaded.
+        self.model.zero_grad(set_to_none=False)
+        output = run(self.static.clone())
+        loss(output).backward()
+        self.output = output.detach()
+
+    def launch(self, seed: int) -> None:
+        self.static.copy_(make_input(self.model, seed, self.static.shape[0]))
+        self.graph.replay()
+
+    def result(self) -> list[Tensor]:
+        return [self.output.clone(), *(gradient.clone() for gradient in self.grads)]
+
+    def replay(self, seed: int) -> list[Tensor]:
+        self.launch(seed)
+        return self.result()
+
+
+# Delays
 
 
 def occupy(cycles: int) -> None:
@@ -255,20 +335,20 @@ class Delayed:
         self._delay("h2d", stream)
         self.inner.to_device(pairs, stream)
 
-    def empty_device(self, *what: Any) -> torch.Tensor:
+    def empty_device(self, *what: Any) -> Tensor:
         self._delay("compute", self.inner.current_stream(what[-1]))
         return self.inner.empty_device(*what)
 
 
 class _Pause(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, before: int, after: int) -> Tensor:
         ctx.after = after
         occupy(before)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         occupy(ctx.after)
         return grad, None, None
 
@@ -280,19 +360,13 @@ class Slow(nn.Module):
         super().__init__()
         self.layer, self.source, self.longest = layer, source, longest
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         before, after = (self.source.randrange(self.longest) for _ in range(2))
         return self.layer(_Pause.apply(x, before, after))
 
 
-def driver_calls() -> dict[str, int]:
-    """Return how often memory was taken from the driver so far, on the device and page-locked on the host.
-
-    A steady-state training step leaves every count where it was.
-    """
-    device = torch.cuda.memory_stats()
-    host = torch.cuda.host_memory_stats()
-    counts = {name: int(device.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
-    counts["num_host_alloc"] = int(host.get("num_host_alloc", 0))
-    counts["num_host_free"] = int(host.get("num_host_free", 0))
-    return counts
+def slow_down(model: Net, longest: int) -> Net:
+    """Replace the blocks of a model by ones with random delays of compute."""
+    source = random.Random(1)
+    model.blocks = nn.ModuleList([Slow(block, source, longest) for block in model.blocks])
+    return model

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_harness import lenient, needs_cuda
+from gpu_harness import gpu
 
 from actoffload import device as devices
 from actoffload.device.accelerator import Accelerator
 
-pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
+pytestmark = gpu
 
 MIB = 1 << 20
 LARGE = 1536 * MIB  # 27 ms of copies at 55 GB/s

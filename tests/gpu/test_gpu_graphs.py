@@ -2,178 +2,204 @@
 
 from __future__ import annotations
 
-import gc
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from gpu_harness import (
+    BLOCKS,
+    NBYTES,
     WIDTH,
-    Result,
-    forward,
-    lenient,
+    Way,
+    WholeStep,
+    clean,
+    collect,
+    default_context,
+    flash,
+    gpu,
     loss,
+    make,
     make_input,
-    make_layers,
-    manual_forward,
-    needs_cuda,
-    no_offload,
+    manual_context,
     offload,
+    requested,
     step,
+    whole,
 )
-from torch import nn
+from gpu_harness import ROWS as LARGE
+from torch import Tensor, nn
+from whole_model import equal
 
 import actoffload
 from actoffload.measure import MemoryMeter
+from actoffload.planner import GroupPlan
 from actoffload.report import Reason
+from actoffload.schedule import Action, Do, Event, Plan, When
 
-pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
+pytestmark = gpu
 
-LAYERS, OFFLOADED, ROWS = 8, 4, 8192
-
-
-class WholeStep:
-    """Forward and backward in one graph.
-
-    Parameters
-    ----------
-    run : callable
-        Takes the layers and an input, which may be offloaded; returns the output.
-    rows : int
-        Rows of the static input.
-    warm_up : callable, optional
-        Runs before the capture, in place of `run`.
-    """
-
-    def __init__(self, layers: nn.ModuleList, run: Any, rows: int, *, warm_up: Any = None) -> None:
-        self.layers = layers
-        self.static = make_input(layers, 0, rows)
-        self._warm_up(run if warm_up is None else warm_up)
-        clean()
-        reserved, before = torch.cuda.memory_reserved(), torch.cuda.memory_stats()
-        torch.cuda.reset_peak_memory_stats()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._step(run)
-        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-        self.peak = peak - before["requested_bytes.all.current"]
-        self.reserved = torch.cuda.memory_reserved() - reserved
-        # The graph writes these gradients; eager steps allocate others.
-        self.grads = [parameter.grad for parameter in layers.parameters()]
-        layers.zero_grad(set_to_none=True)
-
-    def _warm_up(self, run: Any) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step(run)
-        torch.cuda.current_stream().wait_stream(side)
-        self.output = None
-
-    def _step(self, run: Any) -> None:
-        # The gradients are allocated before the capture, so that the graph only writes them.  The input is a copy:
-        # the graph reads the static one at a fixed address, so the static one cannot be offloaded.
-        self.layers.zero_grad(set_to_none=False)
-        output = run(self.layers, self.static.clone())
-        loss(output).backward()
-        self.output = output.detach()
-
-    def launch(self, seed: int) -> None:
-        self.static.copy_(make_input(self.layers, seed, self.static.shape[0]))
-        self.graph.replay()
-
-    def result(self) -> Result:
-        return Result(self.output.clone(), [gradient.clone() for gradient in self.grads])
-
-    def replay(self, seed: int) -> Result:
-        self.launch(seed)
-        return self.result()
+ROWS = 2048
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def clean() -> None:
-    """Free cached memory and the cuBLAS workspaces, so that the next measurement counts only its own."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+def early_release() -> GroupPlan:
+    """Return a plan that releases in backward, as plans for a budget may."""
+    calls = [(Event(When.FORWARD_END, k), Action(Do.OFFLOAD, k)) for k in range(5)]
+    calls += [(Event(When.BACKWARD_START, 7), Action(Do.RELEASE, k)) for k in range(5)]
+    calls += [(Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)) for k in range(5)]
+    return GroupPlan(tuple(f"blocks.{k}" for k in range(8)), Plan.of(8, calls), (NBYTES,) * 8)
 
 
-def eager(layers: nn.ModuleList, seeds: range, rows: int) -> list[Result]:
-    """Return the result of each seed without offloading and without a graph."""
-    return [step(layers, seed, no_offload(), rows) for seed in seeds]
+WAYS: dict[str, Way] = {
+    "context": default_context,
+    "manual": manual_context,
+    "manual, one stream": lambda model: manual_context(model, stream=torch.cuda.Stream()),
+    "whole model": whole(),
+    "measured": whole(fraction=None),
+    "released in backward": whole(fraction=None, plan=early_release()),
+    "recomputed": whole(recompute=True, num_layers=4),
+    "recomputed but products": whole(recompute=PRODUCTS, num_layers=4),
+}
 
 
-def with_pair(pair: tuple[Any, Any]) -> Any:
-    return lambda layers, x: forward(layers, x, pair)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("mlp", way) for way in WAYS),
+        *((k, w) for k in ("linear", "attention") for w in ("whole model", "recomputed")),
+    ],
+)
+def test_a_whole_step_in_one_graph(kind: str, way: str) -> None:
+    """Also with eager steps between replays."""
+    model = make(kind)
+    with flash() if kind == "attention" else nullcontext():
+        want = [step(model, seed, ROWS) for seed in range(4)]
+        run, handle = WAYS[way](model)
+        graph = WholeStep(model, run, ROWS)
+        for seed in range(12):
+            equal(graph.replay(seed % 4), want[seed % 4])
+            if seed >= 4:
+                equal(step(model, seed % 4, ROWS, run), want[seed % 4])
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded > 0
+    assert way == "measured" or statistics.bytes_reloaded == statistics.bytes_offloaded
+    if "recomputed" in way:
+        assert len(handle.plan.recomputed) == BLOCKS
+        assert "Not recomputed" not in handle.plan.because
 
 
 def test_eager_steps_during_a_replay_do_not_touch_its_host_memory() -> None:
-    layers = make_layers("linear", LAYERS)
-    expected = eager(layers, range(7), 2048)
-    pair = offload(OFFLOADED, LAYERS)
-    graph = WholeStep(layers, with_pair(pair), 2048)
+    model = make()
+    want = [step(model, seed, ROWS) for seed in range(7)]
+    run, context = default_context(model)
+    graph = WholeStep(model, run, ROWS)
     side = torch.cuda.Stream()
     for seed in range(6):
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             graph.launch(seed)
-        result = step(layers, seed + 1, pair, 2048)
+        result = step(model, seed + 1, ROWS, run)
         torch.cuda.synchronize()
-        assert graph.result().differences(expected[seed]) == []
-        assert result.differences(expected[seed + 1]) == []
-    statistics = pair[0].statistics()
+        equal(graph.result(), want[seed])
+        equal(result, want[seed + 1])
+    statistics = context.statistics()
     assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
-def test_manual_synchronization_in_a_graph() -> None:
-    layers = make_layers("mlp", LAYERS)
-    expected = eager(layers, range(10), 2048)
-    for stream in (None, torch.cuda.Stream()):
-        trio = actoffload.get_cpu_offload_context(
-            enabled=True, model_layers=LAYERS, manual_synchronization=True, offload_stream=stream
-        )
-        graph = WholeStep(layers, lambda layers, x, trio=trio: manual_forward(layers, x, trio, 4), 2048)
-        for seed in range(10):
-            assert graph.replay(seed).differences(expected[seed]) == []
-        statistics = trio[0].statistics()
-        assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
-
-
 def test_capture_without_a_warm_pool() -> None:
-    layers = make_layers("linear", LAYERS)
-    expected = eager(layers, range(3), 2048)
-    pair = offload(OFFLOADED, LAYERS)
+    model = make()
+    want = [step(model, seed, ROWS) for seed in range(3)]
+    run, context = default_context(model)
     with pytest.warns(actoffload.HostMemoryWarning, match="captured"):
-        graph = WholeStep(layers, with_pair(pair), 2048, warm_up=with_pair(no_offload()))
+        graph = WholeStep(model, run, ROWS, warm_up=model)
     for seed in range(3):
-        assert graph.replay(seed).differences(expected[seed]) == []
-    statistics = pair[0].statistics()
+        equal(graph.replay(seed), want[seed])
+    statistics = context.statistics()
     assert statistics.tensors_offloaded == 0
-    assert statistics.tensors_kept[Reason.HOST_FULL] == OFFLOADED
-    assert step(layers, 1, pair, 2048).differences(expected[1]) == []
-    assert pair[0].statistics().tensors_offloaded == OFFLOADED
-
-
-def requested(what: str) -> int:
-    """Return the bytes requested from the allocator, ``"current"`` or ``"peak"``."""
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
+    assert statistics.tensors_kept[Reason.HOST_FULL] == 4
+    equal(step(model, 1, ROWS, run), want[1])
+    assert context.statistics().tensors_offloaded == 4
 
 
 def test_several_graphs_share_a_context() -> None:
     """Two graphs with two input shapes are replayed in turns: each keeps its own host memory."""
-    layers = make_layers("linear", LAYERS)
+    model = make()
     rows = (1024, 2048)
-    expected = {n: eager(layers, range(4), n) for n in rows}
-    pair = offload(OFFLOADED, LAYERS)
-    graphs = {n: WholeStep(layers, with_pair(pair), n) for n in rows}
+    want = {n: [step(model, seed, n) for seed in range(4)] for n in rows}
+    run, context = default_context(model)
+    graphs = {n: WholeStep(model, run, n) for n in rows}
     for seed in range(4):
         for n in rows:
-            assert graphs[n].replay(seed).differences(expected[n][seed]) == []
-    assert pair[0].statistics().host_bytes >= OFFLOADED * sum(rows) * WIDTH * 4
+            equal(graphs[n].replay(seed), want[n][seed])
+    assert context.statistics().host_bytes >= 4 * sum(rows) * WIDTH * 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_dropout_in_a_graph() -> None:
+    """Masks are kept where groups are recomputed, so nothing is drawn again."""
+    model = make("mlp")
+    model.blocks = nn.ModuleList([nn.Sequential(block, nn.Dropout(0.2)) for block in model.blocks])
+    handle = offload(model, recompute=True, num_layers=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", actoffload.HostMemoryWarning)  # the steps before saved less
+        graph = WholeStep(model, model, ROWS)
+    assert "Not recomputed" not in handle.plan.because
+    first, second = graph.replay(0), graph.replay(0)
+    assert not all(map(torch.equal, first, second)), "each replay draws other numbers"
+
+
+def test_a_graph_keeps_the_drop() -> None:
+    plain = make()
+    without = WholeStep(plain, plain, LARGE).peak
+    model = make()
+    offload(model, num_layers=6)
+    # A capture allocates a few bytes of its own.
+    assert abs(without - WholeStep(model, model, LARGE).peak - 6 * NBYTES) <= 512
+
+
+class Around(nn.Module):
+    """Runs a model on a copy of its input, as graphed callables pass the static one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.clone())
+
+
+@pytest.mark.parametrize("around", [Around, lambda model: model], ids=["a module around it", "the model itself"])
+@pytest.mark.parametrize("planned", [False, True])
+def test_forward_and_backward_in_graphs_of_their_own(around: Any, planned: bool) -> None:
+    """A copy must not be in flight where the capture of the forward ends."""
+    model = make("mlp")
+    want = [step(model, seed, ROWS) for seed in range(4)]
+    handle = offload(model, **({"fraction": None, "plan": early_release()} if planned else {}))
+    graphed = torch.cuda.make_graphed_callables(around(model), (make_input(model, 0, ROWS),))
+    for seed in range(4):
+        output = graphed(make_input(model, seed, ROWS))
+        loss(output).backward()
+        equal(collect(model, output), want[seed])
+    assert handle.statistics().tensors_offloaded > 0
+
+
+def test_removing_the_handle_frees_the_memory_of_a_graph() -> None:
+    model = make()
+    clean()
+    before = requested("current")
+    handle = offload(model)
+    graph = WholeStep(model, model, ROWS)
+    graph.replay(0)
+    assert handle.statistics().host_bytes > 0
+    torch.cuda.synchronize()
+    del graph
+    handle.remove()
+    assert handle.statistics().host_bytes == 0
+    clean()
+    assert requested("current") - before < ROWS * WIDTH * 4  # less than one saved tensor
+
+
 def test_no_time_is_sampled_in_a_capture() -> None:
     meter, x = MemoryMeter(), torch.ones(8, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

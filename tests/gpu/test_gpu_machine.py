@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 
-import pytest
-from gpu_harness import needs_cuda
+from gpu_harness import gpu
 
 from actoffload.machine import measure_machine
 
-pytestmark = pytest.mark.gpu
+pytestmark = gpu
 
 
-@needs_cuda
 def test_measured() -> None:
     machine = measure_machine()
     print(machine)
@@ -22,10 +20,8 @@ def test_measured() -> None:
     assert machine.link.both is not None
     # Both directions at once are faster than one alone, and no faster than both alone.
     assert max(machine.link.d2h, machine.link.h2d) < machine.link.both <= machine.link.d2h + machine.link.h2d
-    assert machine.flops is not None
-    assert machine.flops > 1e12
-    assert machine.device_bytes is not None
-    assert machine.device_bytes > 2**30
+    assert (machine.flops or 0) > 1e12
+    assert (machine.device_bytes or 0) > 2**30
 
 
 LOCKED = """
@@ -40,7 +36,6 @@ assert handle.statistics().bytes_offloaded > 0, handle.report()
 """
 
 
-@needs_cuda
 def test_locked_memory_is_no_limit_for_pinned_memory() -> None:
     """The guide says so: the driver does not count pinned memory against `ulimit -l`."""
     done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, check=False)
@@ -57,7 +52,6 @@ print(time.perf_counter() - begun)
 """
 
 
-@needs_cuda
 def test_several_threads_pin_memory_faster() -> None:
     """The guide says so."""
     seconds = []

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from gpu_harness import CUDA, DEVICE, forward, lenient, needs_cuda, no_offload, offload
-from helpers import no_synchronization
+from gpu_harness import CUDA, DEVICE, gpu
+from helpers import forward, no_synchronization, plain, same_bits
+from moe_reference import reference
 from torch import Tensor, nn
 
 import actoffload
@@ -21,18 +21,15 @@ from actoffload.moe import GroupedMLP, indices_to_multihot
 from actoffload.moe import grouped_linear as groups
 from actoffload.report import Reason
 
-pytestmark = [pytest.mark.gpu, *lenient]
+pytestmark = gpu
 
-KERNEL = not CUDA or groups._has_kernel(torch.device("cuda:0"))
-needs_kernel = pytest.mark.skipif(not KERNEL, reason="grouped_mm has no kernel for this device")
+needs_kernel = pytest.mark.skipif(
+    CUDA and not groups._has_kernel(torch.device("cuda:0")), reason="grouped_mm has no kernel for this device"
+)
 
 TOKENS, EXPERTS = 4096, 8
 HIDDEN, FFN = 512, 768
 COUNTS = [700, 0, 1200, 1, 0, 1500, 600, 95]
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "swiglu": (lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], 2),
-    "srelu": (lambda h: F.relu(h).square(), 1),
-}
 
 
 def on_device(counts: list[int]) -> Tensor:
@@ -45,7 +42,7 @@ def experts(activation: str = "swiglu", dtype: torch.dtype = torch.bfloat16, **m
 
 
 def tokens(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(rows, HIDDEN, generator=generator(seed), device=DEVICE).to(dtype)
+    return torch.randn(rows, HIDDEN, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
 
 
 def run_experts(mlp: GroupedMLP, x: Tensor, counts: Any, grad: Tensor, **more: Any) -> list[Tensor]:
@@ -54,12 +51,10 @@ def run_experts(mlp: GroupedMLP, x: Tensor, counts: Any, grad: Tensor, **more: A
     return [y, *torch.autograd.grad(y, [leaf, *mlp.parameters()], grad)]
 
 
-def reference(mlp: GroupedMLP, x: Tensor, counts: list[int], grad: Tensor) -> list[Tensor]:
+def exact(mlp: GroupedMLP, x: Tensor, counts: list[int], grad: Tensor) -> list[Tensor]:
     """Compute the same in float64, one expert at a time, with operations that autograd differentiates."""
     leaves = [t.detach().double().requires_grad_() for t in (x, *mlp.parameters())]
-    function = ACTIVATIONS[mlp.activation][0]
-    parts = zip(leaves[0].split(counts), leaves[1], leaves[2], strict=True)
-    y = torch.cat([function(part @ fc1.t()) @ fc2.t() for part, fc1, fc2 in parts])
+    y = reference(leaves[0], counts, *leaves[1:], mlp.activation)
     return [y, *torch.autograd.grad(y, leaves, grad.double())]
 
 
@@ -70,7 +65,7 @@ def poison() -> None:
 
 
 @pytest.mark.parametrize("way", ["device", "list"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["swiglu", "srelu"])
 @needs_kernel
 def test_experts_against_plain_autograd(activation: str, way: str) -> None:
     mlp = experts(activation)
@@ -80,7 +75,7 @@ def test_experts_against_plain_autograd(activation: str, way: str) -> None:
     poison()
     with no_synchronization():
         got = run_experts(mlp, x, counts, grad)
-    for mine, theirs in zip(got, reference(mlp, x, COUNTS, grad), strict=True):
+    for mine, theirs in zip(got, exact(mlp, x, COUNTS, grad), strict=True):
         assert mine.dtype is torch.bfloat16
         assert torch.allclose(mine.double(), theirs, rtol=0, atol=0.02 * theirs.abs().max().item())
     for gradient in got[2:]:
@@ -89,7 +84,6 @@ def test_experts_against_plain_autograd(activation: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@needs_cuda
 def test_counts_on_the_device_without_a_kernel_are_refused_and_a_list_is_not(dtype: torch.dtype) -> None:
     mlp = experts(dtype=dtype)
     x, grad = tokens(sum(COUNTS), dtype=dtype), tokens(sum(COUNTS), seed=7, dtype=dtype)
@@ -98,7 +92,7 @@ def test_counts_on_the_device_without_a_kernel_are_refused_and_a_list_is_not(dty
         with pytest.raises(ValueError, match=r"Give tokens_per_expert as a list of ints"):
             mlp(x, counts)
         got = run_experts(mlp, x, COUNTS, grad)
-    for mine, theirs in zip(got, reference(mlp, x, COUNTS, grad), strict=True):
+    for mine, theirs in zip(got, exact(mlp, x, COUNTS, grad), strict=True):
         assert torch.allclose(mine.double(), theirs, rtol=0, atol=0.01 * theirs.abs().max().item())
 
 
@@ -125,23 +119,23 @@ SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
 @needs_kernel
 def test_a_stack_of_experts_offloads_without_synchronization(kept: tuple[str, ...]) -> None:
     layers = nn.ModuleList([Layer(**{f"keep_{name}": True for name in kept}) for _ in range(5)])
-    pair = offload(2, 5)
+    context, sync = actoffload.get_cpu_offload_context(True, 2, 5)
 
-    def step(pair: Any, seed: int) -> list[Tensor]:
+    def step(seed: int, run: Any = lambda layers, x: forward(layers, x, context, sync)) -> list[Tensor]:
         x = tokens(TOKENS, seed).requires_grad_()
-        y = forward(layers, x * 1.0, pair)
+        y = run(layers, x * 1.0)
         return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [x, *layers.parameters()])]
 
     for seed in range(2):
-        step(pair, seed)
+        step(seed)
     for seed in range(2, 4):
-        want = step(no_offload(), seed)
-        pair[0].reset_statistics()
+        want = step(seed, plain)
+        context.reset_statistics()
         with no_synchronization():
-            got = step(pair, seed)
+            got = step(seed)
         assert all(map(same_bits, want, got))
         assert all(bool(t.isfinite().all()) for t in got)
-        statistics = pair[0].statistics()
+        statistics = context.statistics()
         rows = [TOKENS * width * 2 for name, width in SAVED.items()]
         of_experts = [n for n, name in zip(rows, SAVED, strict=True) if name not in kept]
         # The slice of the sigmoid saves the input once more, as a small tensor; the product saves the expert output.
@@ -152,7 +146,6 @@ def test_a_stack_of_experts_offloads_without_synchronization(kept: tuple[str, ..
         assert statistics.resident_bytes == statistics.host_bytes_used == 0
 
 
-@needs_cuda
 @needs_kernel
 def test_experts_in_a_graph_take_any_counts() -> None:
     """The counts are on the device and change between replays."""
@@ -185,7 +178,6 @@ print("all zero")
 """
 
 
-@needs_cuda
 @needs_kernel
 def test_no_tokens_at_all() -> None:
     """Run in a process of its own: such kernels used to hang on empty sums."""
@@ -228,15 +220,6 @@ def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
     everyone = [mlp(x, [TOKENS * (e == k) for k in range(EXPERTS)]) for e in range(EXPERTS)]
     dense = sum(probabilities[:, e, None].float() * y.float() for e, y in enumerate(everyone))
     assert torch.allclose(results[0].float(), dense, rtol=0, atol=0.02 * dense.abs().max().item())
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Any]:

@@ -1,23 +1,44 @@
-"""`actoffload.offload` on a GPU: equal bits, a peak that follows the plan, and no synchronization."""
+"""`actoffload.offload` on a GPU: equal bits, a peak that follows the plan, streams, and no synchronization."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_harness import CUDA, DEVICE, WIDTH, flash, lenient, needs_cuda, occupy, steady
-from offload_harness import LAYERS, NBYTES, expected, make, offload, peak, run_step, step
+from gpu_harness import (
+    BLOCKS,
+    DEVICE,
+    NBYTES,
+    ROWS,
+    WIDTH,
+    collect,
+    default_context,
+    flash,
+    gpu,
+    loss,
+    make,
+    make_input,
+    occupy,
+    offload,
+    peak,
+    run_step,
+    steady,
+    step,
+)
+from helpers import no_synchronization
 from torch import Tensor, nn
+from whole_model import equal
 
 from actoffload.measure import MemoryMeter
-from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
+from actoffload.schedule import Kind, LayerCost, Link, Saved, simulate
 
-pytestmark = [pytest.mark.gpu, *lenient]
+pytestmark = gpu
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -26,53 +47,43 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "parts of blocks": {"layers": ["*.mlp", "*.qkv", "*.out"]},
     "blocks and parts": {"layers": ["blocks.*", "*.mlp"], "keep": ["*.norm2"]},
 }
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute": True, "num_layers": 6},
+    "recomputed but attention": {"recompute": [ATTENTION], "num_layers": 6},
+    "recomputed but products": {"recompute": [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]},
+    "recomputed and kept": {"recompute": True, "fraction": 0.0},
+}
+MEASURED = {"measured": {"fraction": None}}
+ALL = {**OPTIONS, **RECOMPUTED, **MEASURED}
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_a_transformer_with_flash_attention_bit_by_bit(how: str) -> None:
-    model = make("attention", 8)
-    with flash():
-        want = expected(model, range(5))
-        handle = offload(model, **OPTIONS[how])
-        for seed in range(5):
-            assert step(model, seed).differences(want[seed]) == []
-    statistics = handle.statistics()
-    assert statistics.tensors_offloaded > 0
-    assert statistics.reloaded_on_demand == 0
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
-    handle.remove()
-    with flash():
-        assert step(model, 0).differences(want[0]) == []
-
-
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_other_blocks_bit_by_bit_with_shapes_that_change(kind: str) -> None:
-    model = make(kind, 8)
-    rows = [512, 1024, 2048, 1024] if CUDA else [512, 600, 512, 700]
-    want = [step(model, seed, n) for seed, n in enumerate(rows)]
-    handle = offload(model)
-    for seed, n in enumerate(rows):
-        assert step(model, seed, n).differences(want[seed]) == []
-    statistics = handle.statistics()
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
-    assert statistics.reloaded_on_demand == 0
-
-
-@pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
-def test_the_first_steps_that_are_measured_and_those_after_bit_by_bit(kind: str) -> None:
-    model = make(kind, 8)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*(("attention", how) for how in ALL), *((k, how) for k in ("linear", "mlp") for how in ("blocks", "measured"))],
+)
+def test_bit_by_bit(kind: str, how: str) -> None:
+    """Also with shapes that change, and in the first steps that are measured and those after."""
+    model, steps = make(kind), 4 if how not in MEASURED else 16
+    rows = [512, 1024, 2048, 1024] if how not in MEASURED else [ROWS] * 4
     with flash() if kind == "attention" else nullcontext():
-        want = expected(model, range(4))
-        handle = offload(model, fraction=None)
-        for seed in range(16):
-            assert step(model, seed % 4).differences(want[seed % 4]) == []
-    statistics = handle.statistics()
-    assert statistics.tensors_offloaded > 0
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
-    assert handle.plan.because or handle.plan.offloaded
+        want = [step(model, seed, rows[seed]) for seed in range(4)]
+        handle = offload(model, **ALL[how])
+        for k in range(steps):
+            equal(step(model, k % 4, rows[k % 4]), want[k % 4])
+        statistics = handle.statistics()
+        assert (statistics.tensors_offloaded > 0) == (how != "recomputed and kept")
+        assert how in MEASURED or statistics.reloaded_on_demand == 0
+        assert statistics.resident_bytes == statistics.host_bytes_used == 0
+        assert how not in RECOMPUTED or len(handle.plan.recomputed) == BLOCKS
+        assert how not in MEASURED or handle.plan.because or handle.plan.offloaded
+        handle.remove()
+        equal(step(model, 0, rows[0]), want[0])
 
 
-@needs_cuda
+# Memory
+
+
 def test_a_model_that_does_not_fit_trains_from_the_first_step_on() -> None:
     model, rows = make("mlp", 12), 65536
     want = step(model, 0, rows)
@@ -88,7 +99,7 @@ def test_a_model_that_does_not_fit_trains_from_the_first_step_on() -> None:
         handle = offload(model, fraction=None)
         for number in range(8):
             assert handle.settling or number > 3
-            assert step(model, 0, rows).differences(want) == []
+            equal(step(model, 0, rows), want)
         assert not handle.settling
         assert handle.plan.peak_bytes <= limit
         handle.remove()
@@ -105,12 +116,8 @@ def settled_peak(model: nn.Module) -> int:
     return peaks.pop()
 
 
-# Memory
-
-
-@needs_cuda
 def test_the_peak_of_a_pass_is_seen_though_measuring_resets_it() -> None:
-    model = make("linear")
+    model = make("linear", 12)
     settled_peak(model)
 
     def allocated() -> int:
@@ -127,35 +134,30 @@ def test_the_peak_of_a_pass_is_seen_though_measuring_resets_it() -> None:
     assert passes[1] < without
 
 
-def planned_peak(plan: Plan) -> int:
-    """Return the peak of resident bytes that `simulate` predicts for a plan."""
-    costs = [LayerCost(1.0, 2.0, (Saved(NBYTES, saved_at=0.0),))] * LAYERS
-    return simulate(plan, costs, Link(d2h=float("inf"), h2d=float("inf"))).peak_bytes
-
-
 @pytest.mark.parametrize("num_layers", [1, 3, 6, 10])
 def test_the_peak_drops_by_the_offloaded_bytes(num_layers: int) -> None:
     """All bytes that the plan has offloaded at the peak are gone: R is 100 %."""
-    model = make("linear")
+    model = make("linear", 12)
     without = settled_peak(model)
     handle = offload(model, num_layers=num_layers)
-    with_offload = settled_peak(model)
-    assert without - with_offload == num_layers * NBYTES
+    assert without - settled_peak(model) == num_layers * NBYTES
     report = handle.report()
     assert (report.expected_bytes, report.dropped_bytes) == (num_layers * NBYTES, num_layers * NBYTES)
     handle.reset_statistics()
     peak(model)
     statistics = handle.statistics()
     assert statistics.bytes_offloaded == num_layers * NBYTES
+    assert 1.0 <= statistics.host_bytes / statistics.bytes_offloaded <= 1.05
+    costs = [LayerCost(1.0, 2.0, (Saved(NBYTES, saved_at=0.0),))] * 12
+    planned = simulate(handle.plan.plan, costs, Link(d2h=float("inf"), h2d=float("inf")))
     # The stem saves its input, which is kept and not part of the plan.
-    assert statistics.peak_resident_bytes == planned_peak(handle.plan.plan) + NBYTES
+    assert statistics.peak_resident_bytes == planned.peak_bytes + NBYTES
 
 
-@needs_cuda
 @pytest.mark.parametrize("how", OPTIONS)
 def test_r_of_a_transformer(how: str) -> None:
     """The measured peak drops by at least 99.5 % of the bytes that the report expects."""
-    model = make("attention", 8)
+    model = make("attention")
     with flash():
         without = settled_peak(model)
         handle = offload(model, **OPTIONS[how])
@@ -167,19 +169,30 @@ def test_r_of_a_transformer(how: str) -> None:
     assert (without - with_offload) / report.expected_bytes >= 0.995
 
 
+def test_closing_returns_host_memory_to_the_system() -> None:
+    model = make()
+    run, context = default_context(model)
+    step(model, 0, ROWS, run)
+    torch.cuda.synchronize()
+    held = context.statistics().host_bytes
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    context.close()
+    assert held > 0
+    assert before - torch.cuda.host_memory_stats()["allocated_bytes.current"] >= held
+
+
 # Synchronization and allocation
 
 
-@needs_cuda
-@pytest.mark.parametrize("how", OPTIONS)
-def test_steps_from_the_third_on_neither_synchronize_nor_allocate(how: str) -> None:
-    model = make("attention", 8)
-    handle = offload(model, **OPTIONS[how])
+@pytest.mark.parametrize("how", [*OPTIONS, "recomputed", "recomputed but products"])
+def test_settled_steps_neither_synchronize_nor_allocate(how: str) -> None:
+    model = make("attention")
+    handle = offload(model, **ALL[how])
     with flash():
-        for seed in range(2):
+        for seed in range(4 if how in RECOMPUTED else 2):
             run_step(model, seed)
         with steady():
-            for seed in range(2, 8):
+            for seed in range(6):
                 run_step(model, seed)
                 print(handle, handle.report())
 
@@ -188,12 +201,11 @@ WAITING = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchroni
 ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cudaHostRegister"}
 
 
-@needs_cuda
 def test_the_profiler_sees_no_runtime_call_that_waits_or_allocates() -> None:
     """Check the CUDA runtime calls of a steady step in a profile, independently of the test above."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    model = make("mlp")
+    model = make("mlp", 12)
     offload(model, num_layers=6)
     for seed in range(3):
         run_step(model, seed)
@@ -242,10 +254,9 @@ class TwoStreams(nn.Module):
         return x + branch + direct
 
 
-@needs_cuda
 def test_steps_on_two_streams_in_turns() -> None:
     model = make("mlp", 6)
-    want = expected(model, range(4))
+    want = [step(model, seed) for seed in range(4)]
     torch.cuda.synchronize()
     handle = offload(model, num_layers=3)
     side = torch.cuda.Stream()
@@ -253,20 +264,72 @@ def test_steps_on_two_streams_in_turns() -> None:
         with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
             result = step(model, seed)
         torch.cuda.synchronize()
-        assert result.differences(want[seed]) == []
+        equal(result, want[seed])
     assert handle.statistics().resident_bytes == 0
 
 
-@needs_cuda
 @pytest.mark.parametrize("delay", [0, 2_000_000])
 def test_blocks_that_use_a_stream_of_their_own(delay: int) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*[TwoStreams(WIDTH, None, 0) for _ in range(6)]).to(DEVICE)
-    want = expected(model, range(4))
+    want = [step(model, seed) for seed in range(4)]
     for block in model:
         block.side, block.delay = torch.cuda.Stream(), delay
     handle = offload(model)
     for seed in range(4):
-        assert step(model, seed).differences(want[seed]) == []
+        equal(step(model, seed), want[seed])
     assert handle.statistics().tensors_offloaded > 0
     assert handle.statistics().resident_bytes == 0
+
+
+# Timeline
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 10}, {"num_layers": 6, "max_inflight": 1}])
+def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
+    model = make("mlp", 12)
+    handle = offload(model, **options)
+    for seed in range(2):
+        run_step(model, seed)
+    torch.cuda.synchronize()
+    handle.reset_statistics()
+    with handle.recording():
+        run_step(model, 2)
+    timeline, statistics = handle.timeline().timeline, handle.statistics()
+    assert timeline.source == "measured"
+    assert timeline.nbytes(Kind.D2H) == statistics.bytes_offloaded > 0
+    assert timeline.nbytes(Kind.H2D) == statistics.bytes_reloaded > 0
+    assert timeline.peak_bytes == statistics.peak_resident_bytes
+    end = timeline.end
+    compute = timeline.of(Kind.FORWARD, Kind.BACKWARD)
+    assert sorted((span.kind.value, span.layer) for span in compute) == sorted(
+        (kind, k) for kind in ("forward", "backward") for k in range(12)
+    )
+    # Compute is one stream, and so are the copies of a direction: their spans do not overlap.
+    for spans in (compute, timeline.of(Kind.D2H), timeline.of(Kind.H2D)):
+        ordered = sorted(spans, key=lambda span: span.start)
+        assert all(a.end <= b.start + 1e-4 for a, b in pairwise(ordered))
+    assert 0.5 * end <= sum(span.seconds for span in compute) <= end * 1.001
+    for span in timeline.of(Kind.D2H, Kind.H2D, Kind.STALL):
+        assert 0 <= span.start <= span.end <= end * 1.001
+
+
+def test_a_recorded_step_lasts_as_long_as_events_say_changes_no_bit_and_does_not_synchronize() -> None:
+    """The timeline excludes the search for holders."""
+    model = make("mlp", 12)
+    want = [step(model, seed) for seed in range(4)]
+    handle = offload(model)
+    for seed in range(3):
+        equal(step(model, seed), want[seed])
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    with handle.recording(nvtx=True), no_synchronization():
+        start.record()
+        output = model(make_input(model, 3))
+        loss(output).backward()
+        end.record()
+    equal(collect(model, output), want[3])
+    timeline = handle.timeline().timeline
+    assert timeline.nbytes(Kind.D2H) > 0
+    seconds = start.elapsed_time(end) * 1e-3
+    assert 0.5 * seconds <= timeline.end <= 1.05 * seconds

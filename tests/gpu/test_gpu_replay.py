@@ -1,18 +1,85 @@
-"""Replay on a GPU of what only a GPU has: kernels of Liger, and the peak of a block in its backward."""
+"""Replay on a GPU of what only a GPU has: its compiler and kernels, budgets, and the peak of a block in backward."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_harness import DEVICE, flash, lenient, needs_cuda
+from gpu_harness import DEVICE, flash, gpu, make, offload, run_step, step
 from torch import Tensor, nn
+from whole_model import equal
 
 import actoffload
 from actoffload.measure import MemoryMeter
 
-pytestmark = [pytest.mark.gpu, *lenient]
+pytestmark = gpu
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_bit_by_bit(recompute: bool, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    model = make("mlp", 6)
+    for block in model.blocks:
+        block.compile(fullgraph=True, dynamic=dynamic)
+    want = [step(model, seed, 4096 >> (seed % 2 * dynamic)) for seed in range(3)]
+    for how in ({}, {"num_layers": 4}, *([{"fraction": 0.0}] * recompute)):
+        with offload(model, recompute=recompute, **how) as handle:
+            for seed in range(3):
+                equal(step(model, seed, 4096 >> (seed % 2 * dynamic)), want[seed])
+            assert handle.report().refused == {}
+    torch._dynamo.reset()
+
+
+# Budgets
+
+
+def settled(handle: actoffload.OffloadHandle, peak: Callable[[int], int]) -> list[int]:
+    """Return the peaks of the passes until the plan is final, and of two with it."""
+    peaks = [peak(0), peak(1)]
+    while handle.settling:
+        peaks.append(peak(len(peaks) % 2))
+    return [*peaks, peak(0), peak(1)]
+
+
+@pytest.mark.parametrize(("kind", "share"), [("mlp", 0.25), ("mlp", 0.75), ("attention", 0.5)])
+def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -> None:
+    """The budget lies between the peaks of the leanest plan and of no offload."""
+    model, rows = make(kind, 16), 32768
+    with flash():
+        want = [step(model, seed, rows) for seed in range(2)]
+
+        def peak(seed: int) -> int:
+            with MemoryMeter() as meter:
+                run_step(model, seed, rows)
+            model.zero_grad()
+            return meter.peak_bytes
+
+        model.zero_grad()
+        without = peak(0)
+        handle = offload(model, fraction=None, memory_budget=1024)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no plan reaches that
+            least = settled(handle, peak)[-1]
+        handle.remove()
+        budget = int(least + share * (without - least))
+        handle = offload(model, fraction=None, memory_budget=budget)
+        peaks = settled(handle, peak)
+        assert max(peaks) <= budget
+        plan = handle.plan
+        assert plan.peak_bytes is not None
+        assert 0.97 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes + 4096  # results of the alarm
+        for seed in range(2):
+            model.zero_grad()
+            equal(step(model, seed, rows), want[seed])
+    handle.remove()
+
+
+# Kernels
 
 
 class LigerBlock(nn.Module):
@@ -29,7 +96,6 @@ class LigerBlock(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-@needs_cuda
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_functions_of_liger_are_replayed(fraction: float) -> None:
     torch.manual_seed(0)
@@ -52,7 +118,6 @@ def test_functions_of_liger_are_replayed(fraction: float) -> None:
         assert without - saved > 5 * 3 * 4 * 1024 * 1536 * 2, "gate, up and their product are dropped"
 
 
-@needs_cuda
 def test_the_halves_of_a_block_are_made_again_one_after_the_other() -> None:
     """The MLP is used and freed before attention is made again, so the peak is less than that of checkpointing."""
 

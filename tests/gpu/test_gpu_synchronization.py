@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_harness import forward, lenient, loss, make_input, make_layers, needs_cuda, no_offload, offload
+from gpu_harness import default_context, gpu, loss, make, make_input
 from torch import nn
 
 import actoffload.moe
 from actoffload import find_synchronizations
 
-pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
+pytestmark = gpu
 
 
 @pytest.fixture(autouse=True)
@@ -152,14 +152,14 @@ def test_the_table_of_the_guide(waits: str) -> None:
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_asynchronous_step_finds_nothing(offloaded: bool) -> None:
-    layers = make_layers("mlp", 8)
-    optimizer = torch.optim.AdamW(layers.parameters())
-    x, pair = make_input(layers), offload(4, 8) if offloaded else no_offload()
+    model = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    run, x = default_context(model)[0] if offloaded else model, make_input(model)
 
     def step() -> torch.Tensor:
-        value = loss(forward(layers, x, pair))
+        value = loss(run(x))
         value.backward()
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return value.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,26 @@ class Attending(Block):
             return F.scaled_dot_product_attention(q, k, v, **self.options)
 
 
+class Half(Net):
+    """In bfloat16, which the kernels of accelerators need."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16())
+
+
+class Packed(Block):
+    """Attention over three sequences of different lengths in one tensor."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        offsets = torch.tensor([0, 5, 20, ROWS], dtype=torch.int32, device=q.device)
+        packed = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))  # [rows, heads, head width]
+        return torch.nn.attention.varlen.varlen_attn(*packed, offsets, offsets, 20, 20).transpose(0, 1)[None]
+
+
 def mask() -> Tensor:
     return torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(3)) > 0.2
 
@@ -53,6 +74,19 @@ def test_back_ends(backend, options):
     assert statistics.reloaded_on_demand == 0
     if backend is SDPBackend.MATH:
         assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("place", ["cuda"], indirect=True)
+@pytest.mark.parametrize("backend", ["MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "varlen"])
+def test_back_ends_of_an_accelerator(place, backend):
+    if backend == "varlen":
+        pytest.importorskip("torch.nn.attention.varlen")
+    block = Packed if backend == "varlen" else functools.partial(Attending, SDPBackend.__members__[backend], 0.1)
+    statistics = both(training(lambda: Half(block))).statistics()
+    assert statistics.bytes_offloaded > STEPS * OFFLOADED * 4 * STREAM // 2
+    assert statistics.reloaded_on_demand == 0
 
 
 @pytest.mark.usefixtures("way")

@@ -15,6 +15,7 @@ from composing import (
     ROWS,
     STEPS,
     STREAM,
+    WIDTH,
     Mlp,
     Net,
     Offload,
@@ -83,6 +84,7 @@ def by_a_function(model: Net, backend: Any, **options: Any) -> Run:
 WAYS = [each, replaced, whole, whole_in_place, by_a_function]
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("way", "first"), [(each, "offloaded"), *((way, ("compiled", "offloaded")[k % 2]) for k, way in enumerate(WAYS))]
 )
@@ -150,6 +152,7 @@ def test_a_model_that_ran_compiled_before(way):
     assert both(program).statistics().passes == 4
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.filterwarnings("error:.*recompile_limit", "error:.*lru_cache", "error:.*Dynamo does not know")
 @pytest.mark.parametrize(
     ("way", "first", "policy"),
@@ -183,6 +186,28 @@ def test_compiled_groups_are_recomputed_as_they_were_compiled(way, first, policy
     assert sum(group.recomputed for group in handle.report().groups) == BLOCKS
     _, offloaded, _, recomputed = graphs
     assert recomputed == offloaded
+
+
+class Normed(nn.Module):
+    """Updates running statistics in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(self.norm(torch.sin(self.linear(x))))
+
+
+@pytest.mark.usefixtures("place")
+def test_compiled_code_that_updates_running_statistics_is_not_run_again():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Normed)
+        each(model, Counting())
+        offload(model, recompute=True)
+        return [*train(model), *model.buffers()]
+
+    assert "would update running statistics twice" in both(program).plan.because
 
 
 def test_a_model_is_compiled_after_it_was_recomputed():
@@ -245,6 +270,7 @@ def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):
     assert handle.statistics().tensors_offloaded > 0
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(("way", "first"), [(each, "offloaded"), (replaced, "compiled"), (whole, "offloaded")])
 def test_changing_shapes(way, first):
     """Dynamic shapes are compiled once, and their symbolic sizes are not offloaded."""

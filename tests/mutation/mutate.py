@@ -33,7 +33,7 @@ LIMIT = 120.0
 """Seconds after which the tests of a mutant are ended; that counts as a failure."""
 
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
-COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[whole-compiled-True]"
+COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[cpu-whole-compiled-True]"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 REPLAY = [

@@ -32,6 +32,7 @@ def dropping() -> Block:
     return Block(0.1)
 
 
+@pytest.mark.usefixtures("place")
 @policies
 @fractions
 @pytest.mark.parametrize("block", [Mlp, Block, dropping])

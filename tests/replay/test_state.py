@@ -75,6 +75,7 @@ class Replacing(Averaging):
 STATES = [Normed, Convolved, Spectral, Averaging, Replacing]
 
 
+@pytest.mark.usefixtures("place")
 @policies
 @fractions
 @pytest.mark.parametrize("kind", STATES)

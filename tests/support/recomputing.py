@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import composing
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -58,7 +59,7 @@ class Net(composing.Net):
 
 def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     """Return the data of a step."""
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k))
+    return composing.batch(k, rows)
 
 
 def train(model: nn.Module, steps: int = STEPS, start: int = 0) -> list[Tensor]:
@@ -97,12 +98,12 @@ def check(
         than nothing; looked at where nothing is offloaded.
     """
     torch.manual_seed(0)
-    model = make()
+    model = make().to(helpers.PLACE)
     torch.manual_seed(1)
     want = [tensor.detach().clone() for tensor in use(model)]
     without = bytes_after_forward(model)
     torch.manual_seed(0)
-    model = make()
+    model = make().to(helpers.PLACE)
     handle = offload(model, layers="blocks.?", recompute=policy, fraction=fraction, **options)
     gc.collect()
     gc.disable()  # what is freed here is freed by reference counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import helpers
 import torch
 from helpers import Saves, forward, make, nothing_held
 from torch import Tensor
@@ -145,8 +146,8 @@ class QuantizedTensor(Quantized, Tensor):
         raise NotImplementedError(f"{func} on a QuantizedTensor")
 
 
-def values() -> Tensor:
-    return torch.randn(N, N)
+def values(columns: int = N) -> Tensor:
+    return torch.randn(N, columns, device=helpers.PLACE)
 
 
 def read(thing: Any) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ class Run:
     def begin(self, trained: bool) -> Tensor:
         """Return the input of a forward."""
         self.state, self.parts = {}, 0
-        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + len(self.inputs))
+        x = torch.linspace(-1, 1, ROWS * WIDTH, device=helpers.PLACE).view(ROWS, WIDTH) * (1 + len(self.inputs))
         if trained:
             self.inputs.append(x.requires_grad_())
         return x
@@ -206,7 +207,7 @@ class Run:
 
     def backward(self, step: Backward) -> None:
         output = self.outputs[step.run]
-        gradient = torch.linspace(0.5, 1.5, output.numel()).view(output.shape)
+        gradient = torch.linspace(0.5, 1.5, output.numel(), device=output.device).view(output.shape)
         self.failing = step.fails
         self.crossing()
         aside = step.aside and self.device is not None

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import helpers
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -154,7 +155,7 @@ class ModelRun(Run):
 
     def _build(self) -> None:
         found: Found = []
-        self.model = Model(self.program.model, iter(range(10**6)), weakref.proxy(self), found)
+        self.model = Model(self.program.model, iter(range(10**6)), weakref.proxy(self), found).to(helpers.PLACE)
         self._groups, self._kept = ([module for role, module in found if role == of] for of in ("group", "kept"))
 
     def _open(self, device: AdversarialDevice) -> None:
