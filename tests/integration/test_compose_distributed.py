@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from compose_ranks import CASES, Skipping, compose
 from composing import BLOCKS, OFFLOADED, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
-from forked import LIMIT
+from processes import LIMIT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

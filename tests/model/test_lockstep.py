@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from forked import LIMIT
-from processes import run_ranks
+from processes import LIMIT, run_ranks
 from timed_device import Timed, TimedModel, offload, stage_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,26 +1,23 @@
-"""One rank of a pipeline: runs cases and writes what it saw to a file."""
+"""One rank of a pipeline: runs cases and returns what it saw."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import processes
 import torch
 import torch.distributed as dist
-from forked import run_forked
 from helpers import same_bits
 from pipeline_programs import SPLIT, Block, block_bytes, compare, loss, make, offloaded, train
+from processes import LIMIT
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -299,38 +296,24 @@ OTHER = {
 CASES = {**REFUSED, **BAD, **OTHER}
 
 
-def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
+def run_cases(device: torch.device, names: list[str]) -> list[dict[str, Any]]:
+    """Run cases as one of several ranks; return what it saw of each."""
     warnings.filterwarnings("error")
     warnings.filterwarnings("ignore", message="No accelerator found")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=600),
-    )
-    for k, name in enumerate(names):
+    found = []
+    for name in names:
         try:
-            found = CASES[name]() if name in CASES else compare(name, microbatches=8 if world > 2 else 4, steps=2)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        (folder / f"{k}-{rank}.json").write_text(json.dumps(found))
-        if "error" in found:  # the others may wait for this rank now
-            break
-    dist.destroy_process_group()
+            known = name in CASES
+            found.append(
+                CASES[name]() if known else compare(name, microbatches=4 * dist.get_world_size() // 2, steps=2)
+            )
+        except BaseException as error:
+            error.add_note(f"In the case {name!r}.")
+            raise
+    return found
 
 
-def run_ranks(folder: Path, world: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run cases in processes of their own; return what each rank saw of each case, or why not."""
-    run_forked(main, world, folder, world, folder, names)
-
-    def read(k: int, rank: int) -> dict[str, Any]:
-        path = folder / f"{k}-{rank}.json"
-        if not path.exists():
-            return {"error": f"rank {rank} did not come to it:\n{(folder / f'{rank}.log').read_text()[-2000:]}"}
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-
-    return {name: [read(k, rank) for rank in range(world)] for k, name in enumerate(names)}
+def run_ranks(world: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Run cases in a process for each rank; return what each rank saw of each case."""
+    ranks = processes.run_ranks(run_cases, names, world=world, device="cpu", limit=LIMIT)
+    return dict(zip(names, map(list, zip(*ranks, strict=True)), strict=True))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import LIMIT
-from processes import run_ranks
+from processes import LIMIT, run_ranks
 from report_samples import MIB, block, cells, report
 from torch import nn
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
-from forked import LIMIT
-from processes import run_ranks
+from processes import LIMIT, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

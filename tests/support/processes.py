@@ -22,9 +22,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import IMPORTED
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["LIMIT", "RankError", "run_ranks"]
+
+LIMIT = 2400.0
+"""Seconds after which processes are killed: an order of magnitude more than they take on a machine of their own.
+
+Tests that wait for them are marked with a `timeout` that is longer.
+"""
+
+# Not this library: the fork server does not have the paths of the tests, and could import another installation.
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
 
 GRACE = 2.0
 """Seconds that other ranks have to write their own errors after one has failed."""
