@@ -15,18 +15,23 @@ from structures import Block, Mlp, Parts, blocks
 from torch import nn
 from whole_model import offload
 
+from actoffload.model import discovery
 from actoffload.model.discovery import (
     BLOCK,
     ENOUGH,
     MODULE,
     Measured,
     Measurement,
-    candidates,
     choose_groups,
     coverage,
     coverage_warning,
 )
-from actoffload.model.select import choose, find_kept, split_default
+from actoffload.model.select import Names, choose, choose_kept
+
+
+def candidates(model, named=(), kept=()):
+    tree = Names(model)
+    return discovery.candidates(tree, choose(tree, named) if named else (), choose_kept(tree, kept))
 
 
 def names(followed) -> list[str]:
@@ -81,9 +86,7 @@ def test_nothing_in_compiled_modules_is_followed_but_blocks():
     assert names(candidates(model)) == ["embed", *LAYERS, "head"]
     model.compile(backend="eager")
     assert names(candidates(model)) == LAYERS
-    assert names(candidates(torch.compile(language_model(), backend="eager"))) == [
-        f"_orig_mod.{name}" for name in LAYERS
-    ]
+    assert names(candidates(torch.compile(language_model(), backend="eager"))) == LAYERS
 
 
 def test_nothing_in_compiled_blocks_is_followed():
@@ -103,37 +106,18 @@ def test_scripted_modules_and_parametrizations_are_no_candidates():
 
 def test_kept_modules_are_no_candidates_nor_is_what_is_in_them_unless_it_is_named():
     model = Parts(lm=language_model(2), vision=Block())
-    kept = [module for _, module in find_kept(model, ["lm.layers.1", "vision"])]
+    kept = ["lm.layers.1", "vision"]
     followed = names(candidates(model, kept=kept))
     assert not [name for name in followed if name.startswith(("lm.layers.1", "vision"))]
-    named = choose(model, "vision.mlp")
-    assert names(candidates(model, named, kept))[-1] == "vision.mlp"
+    assert names(candidates(model, "vision.mlp", kept))[-1] == "vision.mlp"
 
 
 def test_named_modules_keep_their_kinds_and_blocks_remain_blocks():
     model = language_model()
-    named = choose(model, ["layers.0", "layers.2.mlp", "head"])
-    kinds = {of.name: of.kind for of in candidates(model, named)}
+    kinds = {of.name: of.kind for of in candidates(model, ["layers.0", "layers.2.mlp", "head"])}
     assert kinds["layers.0"] == BLOCK
     assert kinds["layers.2.mlp"] == "layers.*.mlp"
     assert kinds["head"] == "head"
-
-
-# `layers` that extends the default
-
-
-def test_an_ellipsis_means_the_default_as_well():
-    model = language_model()
-    assert split_default(None) == split_default(...) == (True, ())
-    assert split_default([..., "head"]) == (True, ("head",))
-    assert split_default(name for name in ["head", "embed"]) == (False, ("head", "embed"))
-    assert split_default("head") == (False, "head")
-    assert split_default(nn.Linear) == (False, nn.Linear)
-    chosen = choose(model, [..., "head", "layers.1"])
-    assert [(of.name, of.kind) for of in chosen] == [*((name, "layer") for name in LAYERS), ("head", "head")]
-    assert names(choose(Parts(a=Block(), head=nn.Linear(2, 2)), [..., "head"])) == ["head"]
-    with pytest.raises(ValueError, match="no repeated blocks"):
-        choose(Parts(a=Block(), head=nn.Linear(2, 2)), [...])
 
 
 # The measurement

@@ -15,7 +15,7 @@ from test_stacks_of_models import BART, HUGGING_FACE, SMALL, library
 from whole_model import offload
 
 from actoffload.model.discovery import ENOUGH
-from actoffload.model.module_tree import starred
+from actoffload.model.select import starred
 
 
 def check(model, *args, **kwargs):

@@ -15,7 +15,7 @@ from whole_model import UNIT, Mlp, Wave, Waves, offload
 import actoffload
 from actoffload.model.followed import group_name, split_group_name
 from actoffload.planner import GroupPlan
-from actoffload.schedule import DefaultSchedule, Plan
+from actoffload.schedule import Plan
 
 ROWS = torch.randn(16, 32)
 
@@ -78,13 +78,12 @@ def test_plans_of_wrapped_models_and_of_what_they_wrap(wrap, kind):
     plan = plan_of(model, num_layers=3)
     wrapped = wrap(model)
     with actoffload.offload(wrapped, num_layers=3, min_bytes=0) as handle:
-        names = handle.groups
-    for given in (plan, GroupPlan(names, plan.plan, plan.nbytes)):
-        for of, called in ((model, plan.names), (wrapped, names), (DataParallel(wrapped), None)):
-            with actoffload.offload(of, plan=given) as handle:
-                assert handle.groups == handle.plan.names == (called or tuple(f"module.{name}" for name in names))
-                assert handle.plan.plan == plan.plan
-                assert [group.kind for group in handle._groups] == ["blocks.*"] * 6
+        assert handle.groups == plan.names
+    for given in (model, wrapped, DataParallel(wrapped)):
+        with actoffload.offload(given, plan=plan) as handle:
+            assert handle.groups == handle.plan.names == plan.names
+            assert handle.plan.plan == plan.plan
+            assert "blocks.*: 3 of 6 offloaded" in str(handle)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -99,9 +98,6 @@ def test_groups_that_wrappers_surround():
     plan = plan_of(model, num_layers=3)
     for block in model.blocks:
         block.up = checkpoint_wrapper(block.up)
-    inner = GroupPlan(("blocks.0.up._checkpoint_wrapped_module", "blocks.1.up"), DefaultSchedule(1, 2).plan(), (0, 0))
-    with actoffload.offload(Waves(block=Mlp), plan=inner) as handle:
-        assert handle.groups == ("blocks.0.up", "blocks.1.up")
     with actoffload.offload(model, plan=plan) as handle:
         assert handle.groups == plan.names
 
@@ -110,9 +106,9 @@ def test_the_whole_model_as_a_group():
     model = Waves()
     plan = plan_of(model, layers=[model], num_layers=0)
     assert plan.names == ("(the whole model)",)
-    for of, name in ((model, "(the whole model)"), (DataParallel(model), "(the whole model)")):
-        with actoffload.offload(of, plan=plan) as handle:
-            assert handle.groups == (name,)
+    for given in (model, DataParallel(model)):
+        with actoffload.offload(given, plan=plan) as handle:
+            assert handle.groups == ("(the whole model)",)
 
 
 def test_parts_of_groups_keep_their_numbers():
@@ -146,7 +142,7 @@ def test_a_plan_of_a_smaller_model_warns():
 
 
 def test_a_plan_of_a_larger_model_names_the_blocks_that_are_there():
-    expected = r"'blocks\.4', which is no module of this Waves that runs: .*\. This Waves has blocks\.0 \.\.\. 3\.$"
+    expected = r"'blocks\.4', which is no module of this Waves that runs: .*\. Close to it: .*'blocks\.3'"
     with pytest.raises(ValueError, match=expected):
         offload(Waves(4), plan=plan_of(Waves(6)))
 

@@ -1,4 +1,4 @@
-"""What the arguments `layers` and `keep` mean: paths, patterns, modules and types, with the kinds they give."""
+"""What `layers` and `keep` mean: paths, patterns, modules and types, also through wrappers, and the kinds they give."""
 
 from __future__ import annotations
 
@@ -7,15 +7,28 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from structures import Attention, Block, Mamba, Mlp, MoeBlock, Parts, blocks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from actoffload.model.select import Chosen, choose, find_kept
+from actoffload.model import select
+from actoffload.model.select import Chosen, Names, block_type, check_entries
 
 
-def model(**more: nn.Module) -> Parts:
-    inner = Parts(embed=nn.Embedding(9, 4), layers=blocks(3), norm=nn.LayerNorm(4))
+def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
+    inner = Parts(embed=nn.Embedding(9, 4), layers=blocks(3, kind), norm=nn.LayerNorm(4))
     return Parts(model=inner, lm_head=nn.Linear(4, 9), **more)
+
+
+def choose(root: nn.Module, layers) -> tuple[Chosen, ...]:
+    return select.choose(Names(root), layers)
+
+
+def kept(root: nn.Module, keep) -> list[str]:
+    return [each.name for each in select.choose_kept(Names(root), keep)]
 
 
 def names(chosen: tuple[Chosen, ...]) -> list[str]:
@@ -27,193 +40,167 @@ def kinds(chosen: tuple[Chosen, ...]) -> dict[str, int]:
 
 
 LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
+MLPS = [f"{name}.mlp" for name in LAYERS]
+ATTENTIONS = [f"{name}.attention" for name in LAYERS]
 
 
-# Strings
-
-
-def test_the_path_of_a_list_means_its_children():
-    chosen = choose(model(), "model.layers")
-    assert names(chosen) == LAYERS
-    assert kinds(chosen) == {"model.layers.*": 3}
-
-
-def test_the_path_of_a_module_means_it():
-    root = model()
-    (chosen,) = choose(root, "model.layers.1.mlp")
-    assert chosen == Chosen("model.layers.1.mlp", root.model.layers[1].mlp, "model.layers.*.mlp")
-    assert names(choose(root, "")) == [""]
-    assert kinds(choose(root, "")) == {"Parts": 1}
-
-
-def test_paths_of_several_modules_of_a_list_are_one_kind():
-    chosen = choose(model(), ["model.layers.2", "model.layers.0"])
-    assert names(chosen) == ["model.layers.0", "model.layers.2"]
-    assert kinds(chosen) == {"model.layers.*": 2}
-
-
-def test_the_path_of_a_sequential_means_its_children_whatever_their_names():
-    root = Parts(body=nn.Sequential(OrderedDict(first=Block(), second=Block(), out=Mlp())))
-    chosen = choose(root, "body")
-    assert names(chosen) == ["body.first", "body.second", "body.out"]
-    assert kinds(chosen) == {"body.* (Block)": 2, "body.* (Mlp)": 1}
-
-
-def test_a_pattern_means_the_outermost_matches():
-    root = model()
-    assert names(choose(root, "model.layers.*")) == LAYERS
-    assert kinds(choose(root, "model.layers.*")) == {"model.layers.*": 3}
-    assert names(choose(root, "*.layers.?")) == LAYERS
-    assert names(choose(root, "*.layers.[02]")) == [LAYERS[0], LAYERS[2]]
-    assert names(choose(root, "*.attention")) == [f"{name}.attention" for name in LAYERS]
-    assert names(choose(root, "*.mlp.up")) == [f"{name}.mlp.up" for name in LAYERS]
-    assert names(choose(root, "*att*")) == [f"{name}.attention" for name in LAYERS]
-    assert names(choose(root, "*")) == ["model", "lm_head"]
-
-
-def test_a_pattern_is_compared_with_whole_names():
-    with pytest.raises(ValueError, match=r"'layers.\*' matches no module"):
-        choose(model(), "layers.*")
-    with pytest.raises(ValueError, match=r"'Model.layers.\*' matches no module"):
-        choose(model(), "Model.layers.*")
-
-
-def test_what_lies_deeper_is_chosen_by_an_entry_of_its_own():
-    chosen = choose(model(), ["model.layers.*", "*.mlp"])
-    assert kinds(chosen) == {"model.layers.*": 3, "*.mlp": 3}
-    assert names(chosen)[:2] == ["model.layers.0", "model.layers.0.mlp"]
-
-
-def test_the_first_entry_that_means_a_module_gives_its_kind():
-    assert kinds(choose(model(), ["model.layers.0", "model.layers.*"])) == {"model.layers.*": 3}
-    assert kinds(choose(model(), ["*.1.mlp", Mlp])) == {"*.1.mlp": 1, "Mlp": 2}
-
-
-def test_a_pattern_that_matches_a_list_means_what_is_in_it():
-    assert names(choose(model(), "*.layers")) == LAYERS
-    assert kinds(choose(model(), "*.layers")) == {"*.layers": 3}
-    root = Parts(stages=nn.ModuleList([blocks(2), blocks(1)]), empty=nn.ModuleList())
-    assert names(choose(root, "*")) == ["stages.0.0", "stages.0.1", "stages.1.0"]
-    # So does any module that only holds others.
-    root.held = nn.Module()
-    root.held.block = Block()
-    assert names(choose(root, "held")) == ["held.block"]
-    # A Sequential can be called, so a pattern that matches it means it.
-    assert names(choose(Parts(a=Parts(mlp=nn.Sequential(Mlp(), Mlp()))), "*.mlp")) == ["a.mlp"]
-
-
-def test_types_that_share_a_pattern_are_kinds_of_their_own():
-    root = Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(4), MoeBlock(4)]))
-    assert kinds(choose(root, "*.mlp")) == {"*.mlp (Mlp)": 1, "*.mlp (MoeMlp)": 2}
-    root = Parts(layers=nn.ModuleList([Mamba(), Block(), Mamba()]))
-    assert kinds(choose(root, list(root.layers))) == {"layers.* (Mamba)": 2, "layers.* (Block)": 1}
-    assert kinds(choose(root, None)) == {"layer": 3}
-
-
-def test_a_module_with_two_names_has_both_and_is_chosen_once():
-    block = Block()
-    root = Parts(one=nn.ModuleList([block]), two=nn.ModuleList([Block(), block]))
-    assert names(choose(root, "two")) == ["one.0", "two.0"]
-    assert names(choose(root, "two.1")) == ["one.0"]
-    assert names(choose(root, ["two.*", "one"])) == ["one.0", "two.0"]
-
-
-def test_an_exact_name_is_no_pattern():
-    root = Parts()
-    root._modules["odd[0]"] = Block()
-    assert names(choose(root, "odd[0]")) == ["odd[0]"]
-
-
-# Modules and types
+@pytest.mark.parametrize(
+    ("layers", "want", "want_kinds"),
+    [
+        # Paths: that of a list means its children.
+        ("model.layers", LAYERS, {"model.layers.*": 3}),
+        ("model.layers.1.mlp", [MLPS[1]], {"model.layers.*.mlp": 1}),
+        (["model.layers.2", "model.layers.0"], [LAYERS[0], LAYERS[2]], {"model.layers.*": 2}),
+        # Patterns: the outermost matches, and the children of those that are lists.
+        ("model.layers.*", LAYERS, {"model.layers.*": 3}),
+        ("*.layers.?", LAYERS, {"*.layers.?": 3}),
+        ("*.layers.[02]", [LAYERS[0], LAYERS[2]], {"*.layers.[02]": 2}),
+        ("*att*", ATTENTIONS, {"*att*": 3}),
+        ("*.mlp.up", [f"{name}.up" for name in MLPS], {"*.mlp.up": 3}),
+        ("*", ["model", "lm_head"], {"* (Parts)": 1, "* (Linear)": 1}),
+        ("*.layers", LAYERS, {"*.layers": 3}),
+        # Several entries: the first that means a module gives its kind.
+        (
+            ["model.layers.*", "*.mlp"],
+            [name for pair in zip(LAYERS, MLPS, strict=True) for name in pair],
+            {"model.layers.*": 3, "*.mlp": 3},
+        ),
+        (["model.layers.0", "model.layers.*"], LAYERS, {"model.layers.*": 3}),
+        (["*.1.mlp", Mlp], MLPS, {"*.1.mlp": 1, "Mlp": 2}),
+        # Types: all instances.
+        (Block, LAYERS, {"Block": 3}),
+        (nn.ModuleList, LAYERS, {"ModuleList": 3}),
+        (Attention, ATTENTIONS, {"Attention": 3}),
+        # The default, alone and with others.
+        (None, LAYERS, {"layer": 3}),
+        ([..., "lm_head", "model.layers.1"], [*LAYERS, "lm_head"], {"layer": 3, "lm_head": 1}),
+    ],
+)
+def test_entries(layers, want, want_kinds):
+    chosen = choose(root := model(), layers)
+    assert names(chosen) == want
+    assert kinds(chosen) == want_kinds
+    assert all(each.module is root.get_submodule(each.name) for each in chosen)
 
 
 def test_modules():
     root = model()
-    assert names(choose(root, root.lm_head)) == ["lm_head"]
+    layers = root.model.layers
     assert kinds(choose(root, root.lm_head)) == {"lm_head": 1}
-    for given in (root.model.layers, list(root.model.layers), iter(root.model.layers), set(root.model.layers)):
+    for given in (layers, list(layers), iter(layers), set(layers), layers[:]):  # a slice is a new list
         chosen = choose(root, given)
         assert names(chosen) == LAYERS
         assert kinds(chosen) == {"model.layers.*": 3}
-    # A slice is a new list.
-    assert names(choose(root, root.model.layers[:2])) == LAYERS[:2]
-    assert kinds(choose(root, root.model.layers[1:])) == {"model.layers.*": 2}
-    assert kinds(choose(root, [each.mlp for each in root.model.layers])) == {"model.layers.*.mlp": 3}
-    assert kinds(choose(root, [root.model.layers, root.lm_head])) == {"model.layers.*": 3, "lm_head": 1}
+    assert kinds(choose(root, [each.mlp for each in layers])) == {"model.layers.*.mlp": 3}
+    assert kinds(choose(root, [layers, root.lm_head])) == {"model.layers.*": 3, "lm_head": 1}
 
 
-def test_a_sequential_alone_means_its_children_and_among_others_itself():
-    root = Parts(stages=nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2)))
-    assert names(choose(root, root.stages[1])) == ["stages.1.0", "stages.1.1"]
-    assert names(choose(root, list(root.stages))) == ["stages.0", "stages.1"]
-    assert names(choose(root.stages[0], root.stages[0])) == ["0", "1"]
+def two_names() -> Parts:
+    block = Block()
+    return Parts(one=nn.ModuleList([block]), two=nn.ModuleList([Block(), block]))
 
 
-def test_named_children_of_a_list_are_one_kind():
-    root = Parts(layers=nn.Sequential(OrderedDict((f"block_{k}", Block()) for k in range(12))))
-    assert kinds(choose(root, list(root.layers))) == {"layers.block_*": 12}
-    # Outside of lists numbers belong to the name: these are no copies of each other.
-    assert kinds(choose(Parts(a=Parts(fc1=Mlp(), fc2=Mlp())), ["a.fc1", "a.fc2"])) == {"a.fc1": 1, "a.fc2": 1}
+def odd() -> Parts:
+    root = Parts()
+    root._modules["odd[0]"] = Block()
+    return root
 
 
-def test_types_mean_all_instances():
-    root = model()
-    assert names(choose(root, Block)) == LAYERS
-    assert kinds(choose(root, [Attention, nn.Linear])) == {"Attention": 3, "Linear": 13}
-    nested = Parts(a=Block(), b=Parts(c=Parts(d=nn.Linear(2, 2))))
-    assert names(choose(nested, Parts)) == ["", "a", "a.attention", "a.mlp", "b", "b.c"]
-    assert names(choose(root, nn.ModuleList)) == LAYERS
+def held() -> Parts:
+    root = Parts(held=nn.Module())
+    root.held.block = Block()
+    return root
 
 
-def test_subclasses_are_instances():
-    assert kinds(choose(Parts(a=Block(), b=Mamba()), [Parts])) == {
-        "Parts (Parts)": 1, "Parts (Block)": 1, "Parts (Attention)": 1, "Parts (Mlp)": 2, "Parts (Mamba)": 1,
-    }  # fmt: skip
+BODY = nn.Sequential(OrderedDict(first=Block(), second=Block(), out=Mlp()))
+NUMBERED = nn.Sequential(OrderedDict((f"block_{k}", Block()) for k in range(12)))
+STAGES = nn.ModuleList([blocks(2), blocks(1)])
+SEQUENTIALS = nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2))
 
 
-# keep
+@pytest.mark.parametrize(
+    ("root", "layers", "want"),
+    [
+        # The path of a Sequential means its children, and so does one that is given alone; else it can be called.
+        (Parts(body=BODY), "body", {"body.first": "body.* (Block)", "body.second": "body.* (Block)",
+                                    "body.out": "body.* (Mlp)"}),
+        (Parts(stages=SEQUENTIALS), SEQUENTIALS[1], {"stages.1.0": "stages.*.*", "stages.1.1": "stages.*.*"}),
+        (Parts(stages=SEQUENTIALS), list(SEQUENTIALS), {"stages.0": "stages.*", "stages.1": "stages.*"}),
+        (SEQUENTIALS[0], SEQUENTIALS[0], {"0": "*", "1": "*"}),
+        (Parts(a=Parts(mlp=SEQUENTIALS[0])), "*.mlp", {"a.mlp": "*.mlp"}),
+        # Modules without a forward mean what is in them.
+        (Parts(stages=STAGES, empty=nn.ModuleList()), "*",
+         {"stages.0.0": "*", "stages.0.1": "*", "stages.1.0": "*"}),
+        (held(), "held", {"held.block": "held.*"}),
+        # A module with two names has both, and is chosen once.
+        (two_names(), "two", {"one.0": "two.*", "two.0": "two.*"}),
+        (two_names(), "two.1", {"one.0": "two.*"}),
+        (two_names(), ["two.*", "one"], {"one.0": "two.*", "two.0": "two.*"}),
+        # An exact name is no pattern.
+        (odd(), "odd[0]", {"odd[0]": "odd[0]"}),
+        # Numbers outside of lists belong to the name: these are no copies of each other.
+        (Parts(layers=NUMBERED), list(NUMBERED), {f"layers.block_{k}": "layers.block_*" for k in range(12)}),
+        (Parts(a=Parts(fc1=Mlp(), fc2=Mlp())), ["a.fc1", "a.fc2"], {"a.fc1": "a.fc1", "a.fc2": "a.fc2"}),
+        # Types that share a pattern are kinds of their own; a type has those that derive from it.
+        (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(4)])), "*.mlp",
+         {"layers.0.mlp": "*.mlp (Mlp)", "layers.1.mlp": "*.mlp (MoeMlp)"}),
+        (Parts(layers=nn.ModuleList([Mamba(), Block()])), None, {"layers.0": "layer", "layers.1": "layer"}),
+        (Parts(b=Parts(c=Mamba())), Parts,
+         {"": "Parts (Parts)", "b": "Parts (Parts)", "b.c": "Parts (Mamba)", "b.c.mixer": "Parts (Mlp)"}),
+    ],
+)  # fmt: skip
+def test_entries_of_other_models(root, layers, want):
+    assert {each.name: each.kind for each in choose(root, layers)} == want
 
 
 def test_keep():
-    root = model()
-    assert find_kept(root, ()) == ()
-    assert find_kept(root, "lm_head") == (("lm_head", root.lm_head),)
-    assert [name for name, _ in find_kept(root, [root.lm_head, "*.norm"])] == [
-        *(f"{name}.norm" for name in LAYERS), "model.norm", "lm_head",
-    ]  # fmt: skip
-    assert [name for name, _ in find_kept(root, ["model.layers", Mlp])] == [
-        part for name in LAYERS for part in (name, f"{name}.mlp")
-    ]
+    root = model(head=nn.Sequential(Mlp(), Mlp()))
+    assert kept(root, ()) == []
+    assert kept(root, [root.lm_head, "*.norm"]) == [*(f"{name}.norm" for name in LAYERS), "model.norm", "lm_head"]
+    assert kept(root, ["model.layers", Mlp])[:2] == [LAYERS[0], MLPS[0]]
+    assert kept(root, "head") == kept(root, root.head) == ["head"]  # a Sequential as a whole
 
 
-def test_a_sequential_is_kept_as_a_whole():
-    root = Parts(layers=blocks(2), head=nn.Sequential(Mlp(), Mlp()))
-    assert find_kept(root, "head") == find_kept(root, root.head) == (("head", root.head),)
+# Errors
+
+OTHER = copy.deepcopy(model()).model.layers
+EMPTY = {"empty": nn.ModuleList()}
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("layers.*", r"'layers.\*' matches no module"),
+        ("Model.layers.*", r"'Model.layers.\*' matches no module"),
+        ("*.atention", r"^layers: '\*.atention' matches no module of this Parts.*'\*.attention'"),
+        ("model.layer.*.mlp", r"Close to it: .*'model.layers.\*.mlp'"),
+        ("model.layers.7", r"Close to it: .*'model.layers.2'"),
+        ("model.layer.mlp.up", r"Close to it: '[^\d]*\. Modules"),  # indices only where an index was given
+        ("xyz", r"Modules there are 'model', 'lm_head', 'empty', 'model.embed', 'model.layers'"),
+        ("Block", r"the name of a class: pass the class, Block"),
+        (nn.Conv2d, r"no module of this Parts is a Conv2d. Types there are Linear,"),
+        (OTHER[0], r"a Block that is no part of this Parts: .* not of a copy"),
+        (OTHER, r"no part of this Parts"),
+        ([], r"^layers is empty; expected None"),
+        (iter(()), r"^layers is empty; expected None"),
+        ("empty", r"^layers: 'empty' has no forward, and no modules inside"),
+        ("emp*", r"^layers: 'empty' has no forward, and no modules inside"),
+    ],
+)
+def test_entries_that_mean_nothing(layers, message):
+    with pytest.raises(ValueError, match=message):
+        choose(model(empty=nn.ModuleList()), layers)
+
+
+def test_a_model_without_modules_inside():
+    with pytest.raises(ValueError, match="no modules inside"):
+        choose(nn.Linear(1, 1), "xyz")
 
 
 @pytest.mark.parametrize("keep", ["nothing", "*.nothing", nn.Conv2d, nn.Linear(1, 1)])
 def test_keep_that_means_nothing(keep):
     with pytest.raises(ValueError, match=r"^keep"):
-        find_kept(model(), keep)
-
-
-# Errors
-
-
-def test_the_error_of_a_pattern_names_what_is_close():
-    with pytest.raises(ValueError, match=r"^layers: '\*.atention' matches no module of this Parts.*'\*.attention'"):
-        choose(model(), "*.atention")
-    with pytest.raises(ValueError, match=r"Close to it: .*'model.layers.\*.mlp'"):
-        choose(model(), "model.layer.*.mlp")
-    with pytest.raises(ValueError, match=r"Close to it: .*'model.layers.2'"):
-        choose(model(), "model.layers.7")
-    # Indices only where an index was given.
-    with pytest.raises(ValueError, match=r"Close to it: '[^\d]*\. Modules"):
-        choose(model(), "model.layer.mlp.up")
-    with pytest.raises(ValueError, match=r"Modules there are 'model', 'lm_head', 'model.embed', 'model.layers'"):
-        choose(model(), "xyz")
-    with pytest.raises(ValueError, match="no modules inside"):
-        choose(nn.Linear(1, 1), "xyz")
+        kept(model(), keep)
 
 
 @pytest.mark.parametrize("wrong", ["*.atention", "model.layer.*", "moodel.norm", "lm_heads"])
@@ -224,41 +211,144 @@ def test_what_an_error_proposes_matches(wrong):
     assert all(choose(model(), each.strip("'")) for each in proposed.split(", "))
 
 
-def test_the_error_of_a_type_names_the_types():
-    with pytest.raises(ValueError, match=r"no module of this Parts is a Conv2d. Types there are Linear,"):
-        choose(model(), nn.Conv2d)
-
-
-def test_a_module_of_another_model():
-    root = model()
-    with pytest.raises(ValueError, match=r"a Block that is no part of this Parts: .* not of a copy"):
-        choose(root, copy.deepcopy(root).model.layers[0])
-    with pytest.raises(ValueError, match="no part of this Parts"):
-        choose(root, copy.deepcopy(root).model.layers)
-
-
-def test_empty():
-    root = model(empty=nn.ModuleList())
-    for given in ([], (), iter(())):
-        with pytest.raises(ValueError, match=r"^layers is empty; expected None"):
-            choose(root, given)
-    for given in ("empty", root.empty, "emp*"):
-        with pytest.raises(ValueError, match=r"^layers: 'empty' has no forward, and no modules inside"):
-            choose(root, given)
-
-
 @pytest.mark.parametrize("wrong", [3, 1.5, {"model": 1}, b"model", torch.ones(2), object()])
 def test_wrong_types(wrong):
     with pytest.raises(TypeError, match=r"^layers got an? .*; expected a dotted path"):
-        choose(model(), wrong)
-    with pytest.raises(TypeError, match=r"^keep has an? .* among its entries; expected a dotted path"):
-        find_kept(model(), ["lm_head", wrong])
+        check_entries("layers", wrong)
+    for entry in (wrong, int, ["model.layers"]):
+        with pytest.raises(
+            TypeError, match=r"^keep has (an? |the class int, which is no).* among its entries; expected"
+        ):
+            check_entries("keep", ["lm_head", entry])
 
 
-def test_wrong_classes():
-    with pytest.raises(TypeError, match=r"the class int, which is no torch.nn.Module"):
-        choose(model(), int)
-    with pytest.raises(TypeError, match=r"^keep got a NoneType"):
-        find_kept(model(), None)
-    with pytest.raises(TypeError, match=r"^layers has a list"):
-        choose(model(), [["model.layers"]])
+# Wrappers: of the whole model, or of each block
+
+
+@pytest.fixture
+def one_process():
+    """Give a process group of one process, without any network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Engine(Parts):
+    """A wrapper of another library."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module=module)
+
+
+AROUND = {
+    "module.": DistributedDataParallel,
+    "_orig_mod.": lambda inner: torch.compile(inner, backend="eager"),
+    "_orig_mod.module.": lambda inner: torch.compile(DistributedDataParallel(inner), backend="eager"),
+    "_checkpoint_wrapped_module.": checkpoint_wrapper,
+    "module.module.": lambda inner: Engine(DistributedDataParallel(inner)),
+}
+
+
+@pytest.mark.parametrize("prefix", AROUND)
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_model(prefix):
+    bare = model()
+    root = AROUND[prefix](bare)
+    entries = ["model.layers", "model.layers.*", "*.mlp", "*", Mlp, ["*.mlp", nn.LayerNorm], list(bare.model.layers)]
+    for entry in (None, *entries):
+        assert choose(root, entry) == choose(bare, entry)
+    assert kept(root, "lm_head") == ["lm_head"]
+    # Names with the wrapper's part do as well, and so do patterns of them.
+    for entry in (f"{prefix}model.layers", f"{prefix}model.layers.*"):
+        assert [each.module for each in choose(root, entry)] == list(bare.model.layers)
+    assert [each.module for each in choose(root, root)] == [root]
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_checkpoint_wrapped_module.", "module."])
+@pytest.mark.usefixtures("one_process")
+def test_wrapped_blocks_are_chosen_with_their_wrapper(prefix):
+    root = model()
+    inner = list(root.model.layers)
+    for k, block in enumerate(inner):
+        root.model.layers[k] = AROUND[prefix](block)
+    want = list(root.model.layers)
+    for entry in (None, "model.layers", "model.layers.*", "*.layers.?", Block, want, inner):
+        chosen = choose(root, entry)
+        assert [each.module for each in chosen] == want
+        assert names(chosen) == LAYERS
+    assert [each.module for each in choose(root, "*.mlp")] == [block.mlp for block in inner]
+    assert kinds(choose(root, "*.mlp.up")) == {"*.mlp.up": 3}
+    assert kinds(choose(root, "model.layers.1.mlp")) == {"model.layers.*.mlp": 1}
+
+
+@pytest.mark.parametrize(("kind", "wrapped"), [(Block, [0, 2]), (MoeBlock, [0, 1, 2])])
+def test_checkpointed_blocks(kind, wrapped):
+    """They are of the type of the others, and experts of them are their parts."""
+    root = model(kind)
+    for k in wrapped:
+        root.model.layers[k] = checkpoint_wrapper(root.model.layers[k])
+    assert [each.module for each in choose(root, None)] == list(root.model.layers)
+    assert kinds(choose(root, "model.layers")) == {"model.layers.*": 3}
+    assert len(choose(root, CheckpointWrapper)) == len(wrapped)
+
+
+def test_a_module_that_is_called_module():
+    """Only around the whole model the name is taken for that of a wrapper."""
+
+    class Residual(Parts):
+        def __init__(self) -> None:
+            super().__init__(module=Block())
+
+    root = Parts(layers=blocks(3, Residual))
+    assert {each.kind for each in choose(root, "layers.1.module")} == {"layers.*.module"}
+    for entry in ("layers.*.module", Block):
+        assert names(choose(root, entry)) == [f"layers.{k}.module" for k in range(3)]
+    assert names(choose(root, None)) == [f"layers.{k}" for k in range(3)]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sharded_blocks():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    root = model()
+    mesh = init_device_mesh("cpu", (1,))
+    for block in list(root.model.layers)[:2]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    assert type(root.model.layers[0]) is not Block
+    assert block_type(root.model.layers[0]) is Block
+    for entry in (None, "model.layers", Block):
+        assert [each.module for each in choose(root, entry)] == list(root.model.layers)
+        assert len({each.kind for each in choose(root, entry)}) == 1
+    with pytest.raises(ValueError, match="no module of this Parts"):
+        choose(root, "nothing")
+
+
+def test_parametrized_blocks():
+    root = model()
+
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    for block in root.model.layers:
+        nn.utils.parametrize.register_parametrization(block.mlp.up, "weight", Twice())
+    assert len({type(block.mlp.up) for block in root.model.layers}) == 3
+    assert kinds(choose(root, "*.mlp.up")) == {"*.mlp.up": 3}
+
+
+def test_a_circle_of_modules_does_not_end_in_a_circle():
+    root = model()
+    root.model.layers[0].mlp.up._modules["back"] = root
+    assert [each.module for each in choose(root, "model.layers")] == list(root.model.layers)
+
+
+def test_what_is_chosen_of_a_checkpointed_model_runs():
+    """The wrapper of a block is called, and so a hook on what was chosen is."""
+    root = nn.Sequential(*(checkpoint_wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), checkpoint) for _ in range(3)))
+    called = []
+    for each in choose(root, None):
+        each.module.register_forward_hook(lambda module, _, __: called.append(module))
+    root(torch.ones(2, 3))
+    assert called == list(root)

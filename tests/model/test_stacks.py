@@ -12,20 +12,18 @@ from structures import (
     PLAIN,
     STAGES,
     Block,
-    Mamba,
     MoeBlock,
     Parts,
     blocks,
 )
 from torch import nn
 
-from actoffload.model.module_tree import find_stacks, starred
-from actoffload.model.select import choose
+from actoffload.model.select import Names, choose, find_stacks, starred
 
 
 def found(model: nn.Module) -> dict[str, int]:
     """Return how many modules of each name, with ``*`` for indices, are chosen."""
-    chosen = choose(model, None)
+    chosen = choose(Names(model), None)
     assert {each.kind for each in chosen} == {"layer"}
     modules = dict(model.named_modules())
     assert all(modules[each.name] is each.module for each in chosen)
@@ -64,41 +62,19 @@ def test_lazy_layers():
     assert found(nn.Sequential(*(nn.LazyLinear(4) for _ in range(3)))) == {"*": 3}
 
 
-# Nothing found
-
-
-def test_one_layer_is_no_stack_and_its_experts_are_none_either():
-    with pytest.raises(ValueError, match=r"no repeated blocks .*'layers' \(1 MoeBlock\)"):
-        choose(Parts(layers=blocks(1, MoeBlock)), None)
-
-
 def test_the_only_block_of_a_stage():
     """What a stage of a pipeline has beside it is none, nor are its experts; lists of several come first."""
     (block,) = alone = blocks(1, MoeBlock)
-    assert find_stacks(Parts(embedding=nn.Embedding(2, 2), layers=alone), alone=True) == ((block,),)
-    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone)), alone=True) == ((block,),)
+    assert find_stacks(Parts(embedding=nn.Embedding(2, 2), layers=alone)) == ((block,),)
+    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone))) == ((block,),)
     several = Parts(first=blocks(1), layers=blocks(3))
-    assert find_stacks(several, alone=True) == find_stacks(several)
+    assert find_stacks(several) == (tuple(several.layers),)
     leaves = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert find_stacks(leaves, alone=True) == (tuple(leaves),)
-
-
-def test_the_error_lists_the_lists():
-    model = Parts(body=nn.ModuleList([Block(), Mamba()]), tail=nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    with pytest.raises(ValueError, match=r"'body' \(1 Block, 1 Mamba\), 'tail' \(1 Linear, 1 ReLU\).* layers="):
-        choose(model, None)
-
-
-def test_the_error_lists_the_children_of_a_model_without_lists():
-    with pytest.raises(ValueError, match=r"'first' \(Block\), 'second' \(Linear\)"):
-        choose(Parts(first=Block(), second=nn.Linear(2, 2)), None)
-    with pytest.raises(ValueError, match="no modules inside"):
-        choose(nn.Linear(2, 2), None)
+    assert find_stacks(leaves) == (tuple(leaves),)
 
 
 def test_lists_without_parameters_are_none():
-    with pytest.raises(ValueError, match="no repeated blocks"):
-        choose(nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU()))), None)
+    assert find_stacks(nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU())))) == ()
 
 
 def test_a_list_with_one_block_of_another_type_at_its_end_is_chosen_whole() -> None:
@@ -115,4 +91,4 @@ def test_a_list_with_one_block_of_another_type_at_its_end_is_chosen_whole() -> N
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([*(block(Hybrid) for _ in range(3)), block(Other)])
-    assert [chosen.name for chosen in choose(model, None)] == [f"layers.{k}" for k in range(4)]
+    assert find_stacks(model) == (tuple(model.layers),)

@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from actoffload.model.module_tree import block_type, starred
-from actoffload.model.select import choose
+from actoffload.model.select import Names, block_type, choose, starred
 
 
 def found(model: torch.nn.Module) -> dict[tuple[str, str], int]:
-    chosen = choose(model, None)
+    chosen = choose(Names(model), None)
     return dict(Counter((starred(each.name), block_type(each.module).__name__) for each in chosen))
 
 
@@ -117,12 +116,9 @@ def test_hugging_face(name):
     assert found(model) == want
 
 
-def test_one_shared_block_of_albert_is_chosen_by_name():
+def test_one_shared_block_of_albert_is_found():
     transformers = library("transformers")
     options = {**SMALL, "num_hidden_layers": 6, "embedding_size": 16}
     with torch.device("meta"):
         model = transformers.AlbertModel(transformers.AlbertConfig(**options))
-    with pytest.raises(ValueError, match=r"'encoder.albert_layer_groups' \(1 AlbertLayerGroup\)"):
-        choose(model, None)
-    (only,) = choose(model, "encoder.albert_layer_groups")
-    assert only.name == "encoder.albert_layer_groups.0"
+    assert found(model) == {("encoder.albert_layer_groups.*.albert_layers.*", "AlbertLayer"): 1}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from actoffload.model.discovery import Measurement, candidates, choose_groups
-from actoffload.model.select import Chosen
+from actoffload.model.select import Chosen, Names
 
 
 def measure(run: Callable[[], Any], model: nn.Module, followed: Sequence[Chosen], min_bytes: int = 256) -> Measurement:
@@ -43,7 +43,7 @@ def measure(run: Callable[[], Any], model: nn.Module, followed: Sequence[Chosen]
 
 def default_groups(run: Callable[[], Any], model: nn.Module) -> tuple[tuple[Chosen, ...], Measurement]:
     """Return the groups of a model without arguments, and what was measured to choose them."""
-    followed = candidates(model)
+    followed = candidates(Names(model))
     measurement = measure(run, model, followed)
     names = choose_groups(measurement.modules(followed), measurement.outside)
     return tuple(of for of in followed if of.name in names), measurement

@@ -18,16 +18,31 @@ the outermost modules inwards:
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch.modules import PARAMETRIZATIONS, is_compiled, registered
-from .module_tree import CONTAINERS, Names, block_type, children, names_of, runs, shapes, unwrap
-from .select import Chosen
+from .._torch.modules import PARAMETRIZATIONS, is_compiled
+from .followed import GROUP, KEPT, ROOT, FollowedModule
+from .select import (
+    CONTAINERS,
+    Chosen,
+    Names,
+    block_type,
+    children,
+    choose,
+    choose_kept,
+    runs,
+    shapes,
+    split_default,
+    unwrap,
+    with_wrapped,
+)
 
 __all__ = [
     "BLOCK",
@@ -39,6 +54,8 @@ __all__ = [
     "choose_groups",
     "coverage",
     "coverage_warning",
+    "find_groups",
+    "followed_modules",
 ]
 
 
@@ -57,42 +74,74 @@ _SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 
 # Before the first forward
 
 
-def candidates(root: Module | Names, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
-    """Return the modules to follow in the first forward, in registration order.
+class Groups(NamedTuple):
+    """The modules of a model that may be groups, those that are kept, and whether the first forward chooses."""
 
-    Parameters
-    ----------
-    root : torch.nn.Module
-        The model, which is no candidate itself.
-    named : iterable of Chosen
-        Modules that are groups in any case; they keep their kinds.
-    kept : iterable of torch.nn.Module
-        Modules that are no candidates, nor are those inside of them, unless they are named.
+    chosen: tuple[Chosen, ...]
+    kept: tuple[Chosen, ...]
+    searching: bool
+
+
+def find_groups(names: Names, layers: Any, keep: Any, *, by_blocks: bool) -> Groups:
+    """Return the groups that ``layers`` and ``keep`` of `offload` mean in a model, or a stage of a pipeline.
+
+    Where `by_blocks`, repeated blocks are groups as they are; else the first forward shows what is divided.
     """
-    names = names_of(root)
+    kept = choose_kept(names, keep)
+    default, others = split_default(layers)
+    searching = default and not (by_blocks and names.stacks)
+    named = choose(names, others if searching else layers) if others or not searching else ()
+    chosen = candidates(names, named, kept) if searching else named
+    if not chosen and kept and candidates(names):
+        raise ValueError(
+            f"keep names all modules of this {names.title} that could be offloaded: leave some of them out of keep."
+        )
+    if not chosen:
+        raise ValueError(f"This {names.title} has no modules inside that could be offloaded.")
+    both = {each.name for each in kept} & {each.name for each in chosen}
+    if both:
+        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
+    return Groups(chosen, kept, searching)
+
+
+def followed_modules(root: Module, groups: Iterable[Chosen], kept: Iterable[Chosen] = ()) -> list[FollowedModule]:
+    """Return the modules to follow: the model, its groups and the modules that are kept."""
+    return [
+        FollowedModule(ROOT, type(root).__name__, weakref.ref(root)),
+        *(FollowedModule(GROUP, each.name, weakref.ref(each.module), k, each.kind) for k, each in enumerate(groups)),
+        *(FollowedModule(KEPT, each.name, weakref.ref(each.module)) for each in kept),
+    ]
+
+
+def candidates(names: Names, named: Iterable[Chosen] = (), kept: Iterable[Chosen] = ()) -> tuple[Chosen, ...]:
+    """Return the modules to follow in the first forward, in registration order; the model itself is none.
+
+    Modules that were `named` are groups in any case, and keep their kinds.  Modules that are `kept`, and those inside
+    of them, are followed only if they are named.
+    """
     blocks = {block for stack in names.stacks for block in stack}
-    found = dict.fromkeys(kept, "")  # [guard: kept modules]
-    _follow(names.root, blocks, _repeated(blocks), found, is_compiled(names.root))
-    found |= {
-        candidate.module: candidate.kind for candidate in named if found.get(candidate.module) != BLOCK
-    }  # [guard: named modules]
-    return tuple(
-        Chosen(candidate.full, candidate.module, found[candidate.module])
-        for candidate in names.first.values()
-        if found.get(candidate.module)
-    )
-
-
-def _follow(module: Module, blocks: set[Module], whole: set[Module], found: dict[Module, str], compiled: bool) -> None:
-    """Add the candidates inside of a module to `found`; inside of compiled code only the blocks."""
-    for name, child in registered(module)[2].items():
-        if child is None or child in found or name == PARAMETRIZATIONS or isinstance(child, ScriptModule):
+    whole, left_out = _repeated(blocks), {each.module for each in kept if each.name}
+    found = dict[str, str]()
+    closed: tuple[str, ...] = ()  # what names begin with inside of a module that is not divided
+    compiled: tuple[str, ...] = ()  # and inside of compiled code
+    for name, module in names.modules.items():
+        if name.startswith(closed):  # [guard: modules inside of repeated blocks]
             continue
-        block = child in blocks
-        if runs(child) and (block or not compiled):  # [guard: modules in compiled code]
-            found[child] = BLOCK if block else MODULE
-        if child not in whole:  # [guard: modules inside of repeated blocks]
-            _follow(child, blocks, whole, found, compiled or is_compiled(child))
+        inside = (f"{name}." if name else "",)
+        scripted = any(isinstance(each, ScriptModule) for each in with_wrapped(module))
+        # [guard: kept modules]
+        if module in left_out or scripted or name.rpartition(".")[2] == PARAMETRIZATIONS:
+            closed = inside
+            continue
+        block = module in blocks
+        if name and runs(module) and (block or not name.startswith(compiled)):  # [guard: modules in compiled code]
+            found.setdefault(names.first[module], BLOCK if block else MODULE)
+        if module in whole:
+            closed = inside
+        if not compiled or not name.startswith(compiled):
+            compiled = inside if any(map(is_compiled, with_wrapped(module))) else ()
+    named = [each for each in named if found.get(each.name) != BLOCK]  # [guard: named modules]
+    return names.chosen(found | {each.name: each.kind for each in named})
 
 
 def _repeated(blocks: Iterable[Module]) -> set[Module]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -22,13 +21,12 @@ from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .discovery import BLOCK, candidates
+from .discovery import BLOCK, find_groups, followed_modules
 from .follow import followers_of, refuse_scripted
-from .followed import GROUP, KEPT, ROOT, FollowedModule, Steering
+from .followed import Steering
 from .handle import OffloadHandle
-from .module_tree import Names, written
 from .reporting import PassLog
-from .select import check_entries, choose, choose_planned, find_kept, split_default
+from .select import Names, check_entries, planned_modules, written
 from .tuning.ranks import Ranks
 from .tuning.steering import ByPlan, BySchedule, Finder
 from .tuning.tuner import Tuner
@@ -60,6 +58,9 @@ def offload(
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
+    # An iterator is read once.
+    layers = list(layers) if isinstance(layers, Iterator) else layers
+    keep = list(keep) if isinstance(keep, Iterator) else keep
     limits = check_arguments(
         layers=layers,
         num_layers=num_layers,
@@ -80,30 +81,8 @@ def offload(
     names = Names(module)
     if plan is not None:
         plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
-        planned, called = choose_planned(names, plan.names)
-        plan, layers = replace(plan, names=called), [found.name for found in planned]
-    # An iterator is read once.
-    layers = list(layers) if isinstance(layers, Iterator) else layers
-    keep = list(keep) if isinstance(keep, Iterator) else keep
-    kept = find_kept(names, keep)
-    default, others = split_default(layers)
-    searching = default and not (by_hand and names.stacks)
-    if searching:
-        chosen = candidates(names, choose(names, others) if others else (), [found for _, found in kept])
-    elif isinstance(plan, GroupPlan):
-        chosen = planned
-    else:
-        chosen = choose(names, [..., *others] if default and others else None if default else others)
-    if not chosen and kept and candidates(names):
-        raise ValueError(
-            f"keep names all modules of this {type(module).__name__} that could be offloaded: leave some of them out "
-            "of keep."
-        )
-    if not chosen:
-        raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
-    both = {name for name, _ in kept} & {found.name for found in chosen}
-    if both:
-        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
+        layers = planned_modules(names, plan.names)
+    chosen, kept, searching = find_groups(names, layers, keep, by_blocks=by_hand)
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
     # The others are groups only if the first forward shows that they are needed.
@@ -112,14 +91,7 @@ def offload(
     guessed = searching and not blocks
     if not guessed:
         check_num_layers(num_layers, kinds)
-    modules = [
-        FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-        *(
-            FollowedModule(GROUP, found.name, weakref.ref(found.module), k, found.kind)
-            for k, found in enumerate(chosen)
-        ),
-        *(FollowedModule(KEPT, name, weakref.ref(found)) for name, found in kept),
-    ]
+    modules = followed_modules(module, chosen, kept)
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 
     budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())

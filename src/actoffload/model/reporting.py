@@ -25,7 +25,7 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from .followed import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
-from .module_tree import Names, starred
+from .select import Names, starred
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names"]
 
@@ -192,7 +192,7 @@ class Recording:
         if root is not None and saved:
             named, outside = Names(root).first, Counter[str]()
             for module, nbytes in saved.items():
-                outside[starred(named[module].clean)] += nbytes
+                outside[starred(named[module])] += nbytes
             self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
         if self.held:
             with self.recorder.apart():

@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from ..model.discovery import BLOCK, candidates
+from ..model.discovery import BLOCK, find_groups, followed_modules
 from ..model.follow import followers_of, refuse_scripted
-from ..model.followed import GROUP, KEPT, ROOT, FollowedModule, Steering
+from ..model.followed import Steering
 from ..model.handle import OffloadHandle
-from ..model.module_tree import find_stacks, written
 from ..model.reporting import PassLog
-from ..model.select import Chosen, choose, find_kept, split_default
+from ..model.select import Names, choose, choose_kept, written
 from ..model.tuning.ranks import ranks_of
 from ..model.tuning.steering import Finder
 from ..replay import Policy
@@ -71,23 +70,21 @@ class RankStage:
         refuse_scripted(module, f"stage {self.index}")
         if followers_of(module) is not None:
             raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
-        layers, self.entries = _matching(layers, lambda entry: choose(module, [entry]))
+        names = Names(module)
+        layers, self.entries = _matching(layers, lambda entry: choose(names, [entry]))
         if layers == () and self.entries:
             raise ValueError(f"{title}: {next(iter(self.entries.values()))}")
-        keep, entries = _matching(keep, lambda entry: find_kept(module, [entry]))
+        keep, entries = _matching(keep, lambda entry: choose_kept(names, [entry]))
         self.entries |= entries
-        chosen, kept, searching = _groups(module, layers, keep, title)
+        try:
+            # Blocks are groups as they are: what each saves exists for each microbatch, so they need not be divided.
+            chosen, kept, searching = find_groups(names, layers, keep, by_blocks=True)
+        except ValueError as error:
+            raise ValueError(f"{title}: {error}") from None
         plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
         if searching:
             plans.learn([GroupKey(k) for k, group in enumerate(chosen) if group.kind == BLOCK])
-        modules = [
-            FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-            *(
-                FollowedModule(GROUP, group.name, weakref.ref(group.module), k, group.kind)
-                for k, group in enumerate(chosen)
-            ),
-            *(FollowedModule(KEPT, name, weakref.ref(module)) for name, module in kept),
-        ]
+        modules = followed_modules(module, chosen, kept)
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
 
         log, groups = PassLog(), modules[1 : len(chosen) + 1]
@@ -95,7 +92,7 @@ class RankStage:
         steering: Steering = self.steering
         if searching:
             steering = Finder(groups, plans, log, weakref.ref(module), steering)
-        shown = {**arguments, "layers": written(module, layers), "keep": written(module, keep)}
+        shown = {**arguments, "layers": written(names, layers), "keep": written(names, keep)}
         self.handle = OffloadHandle(modules, plans, conductor.engine, steering, log, arguments=shown)
 
 
@@ -123,31 +120,6 @@ def _matching(given: Any, meaning: Callable[[Any], object]) -> tuple[Any, dict[s
         except ValueError as error:
             entries[str(entry)] = str(error)
     return (given if single and found else tuple(found)), entries
-
-
-def _groups(
-    module: Module, layers: Any, keep: Any, title: str
-) -> tuple[Sequence[Chosen], Sequence[tuple[str, Module]], bool]:
-    """Return the groups that may be offloaded, the kept modules, and whether the first forward chooses among them."""
-    kept = find_kept(module, keep)
-    default, others = split_default(layers)
-    # Blocks are groups as they are: what each of them saves exists for each microbatch, so they need not be divided.
-    searching = default and not find_stacks(module, alone=True)
-    if default and not searching:
-        chosen = choose(module, [..., *others] if others else None, alone=True)
-    elif default:
-        chosen = candidates(module, choose(module, others) if others else (), [module for _, module in kept])
-    else:
-        chosen = choose(module, others)
-    if not chosen:
-        raise ValueError(
-            f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one "
-            "layer on each stage."
-        )
-    both = {name for name, _ in kept} & {group.name for group in chosen}
-    if both:
-        raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    return chosen, kept, searching
 
 
 def replicas_of(stages: Iterable[Any]) -> tuple[int, ...]:
