@@ -46,12 +46,12 @@ def test_an_interrupt_of_offload_leaves_the_model_as_it_was(monkeypatch):
     names = [set(vars(module)) for module in model.modules()]
     left = iter(range(4))
 
-    def note_lost(*args, partial=follow.partial):
+    def make_forward(*args, make=follow._make_forward):
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return partial(*args)
+        return make(*args)
 
-    monkeypatch.setattr(follow, "partial", note_lost)
+    monkeypatch.setattr(follow, "_make_forward", make_forward)
     with pytest.raises(KeyboardInterrupt):
         offload(model, layers="blocks")
     monkeypatch.undo()

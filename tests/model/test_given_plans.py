@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from whole_model import UNIT, Mlp, Wave, Waves, offload
 
 import actoffload
-from actoffload.model.followed import group_name, split_group_name
+from actoffload.model.follow import group_name, split_group_name
 from actoffload.planner import GroupPlan
 from actoffload.schedule import Plan
 

@@ -199,10 +199,3 @@ def test_what_a_plan_may_be():
         TypeError, match=r"plan is {}; expected a GroupPlan, such as handle.plan, or the path of a saved"
     ):
         actoffload.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), plan={})  # type: ignore[arg-type]
-
-
-def test_modules_that_have_only_numbers_are_listed_by_one_of_them():
-    """The pattern "*" would match everything."""
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2) for _ in range(4)))
-    with pytest.raises(ValueError, match=r"Modules there are '0', '\*\.self_attn', '\*\.linear1'"):
-        actoffload.offload(model, layers="blocks")

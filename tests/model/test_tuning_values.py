@@ -24,7 +24,7 @@ from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, noth
 
 import actoffload
 from actoffload.device import use
-from actoffload.model.followed import Mode, PassSettings
+from actoffload.model.follow import Mode, PassSettings
 from actoffload.model.tuning import script
 from actoffload.model.tuning.steering import BySchedule
 from actoffload.planner import GroupPlan

@@ -54,7 +54,7 @@ def test_four_ranks(four, name):
             "different policies",
             "recompute is a policy of aten.mm.default on rank 0 and a policy of aten.addmm.default on rank 1. Pass",
         ),
-        ("a stage without layers", "Rank 1 of the pipeline: the module of stage 1, a Nothing, has no modules inside"),
+        ("a stage without layers", "Rank 1 of the pipeline: the module of stage 1: This Nothing has no modules inside"),
     ],
 )
 def test_one_sentence_on_every_rank(two, name, part):

@@ -48,6 +48,41 @@ def class_attribute(instance: Any, name: str) -> Any:
     return found.__get__(instance, kind) if hasattr(found, "__get__") else found
 
 
+class Follower:
+    """Methods in the ``__dict__`` of an object, around those that it has without them; refers to it weakly.
+
+    The methods are bound to the follower, which is in the ``__dict__`` as `entry`.
+    """
+
+    entry = ""
+
+    def __init__(self, followed: Any) -> None:
+        self.ref = weakref.ref(followed)
+        self.before: dict[str, Any] = {}  # what was in the ``__dict__`` in place of our methods
+        self._names: tuple[str, ...] = ()
+
+    def install(self, methods: Mapping[str, Any]) -> None:
+        """Put methods and the follower itself into the ``__dict__``."""
+        attributes = vars(self.ref())
+        self.before = {name: attributes[name] for name in methods if name in attributes}
+        self._names = (*methods, self.entry)  # ends with the entry, by which a repetition finds what is left
+        attributes.update({self.entry: self, **methods})
+
+    def strip(self, attributes: dict[str, Any]) -> None:
+        """Take what is ours out of the ``__dict__`` of the object, or of a copy; may be repeated."""
+        for name in self._names:
+            value = attributes.get(name)
+            if value is self or getattr(value, "__self__", None) is self:
+                if name in self.before:
+                    attributes[name] = self.before[name]  # [guard: forward from before]
+                else:
+                    del attributes[name]
+
+    def original(self, name: str) -> Any:
+        """Return the method that is there without us."""
+        return self.before[name] if name in self.before else class_attribute(self.ref(), name)
+
+
 SHARDED = ("FSDPModule", "ReplicateModule")
 """Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
 

@@ -28,7 +28,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import PARAMETRIZATIONS, is_compiled
-from .followed import GROUP, KEPT, ROOT, FollowedModule
+from .follow import GROUP, KEPT, ROOT, FollowedModule
 from .select import (
     CONTAINERS,
     Chosen,

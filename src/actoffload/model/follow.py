@@ -1,4 +1,4 @@
-"""Follow the calls of a model's modules.
+"""The followed modules of a model: what each of them is, how its calls are followed, and the settings of a pass.
 
 `[Note: following modules]`  A followed module has a ``forward`` of its own in its ``__dict__``, as with the hooks of
 accelerate.  It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and
@@ -14,8 +14,8 @@ offloading needs anyway.  Groups that are recomputed are compiled in backward to
 program that asked for a single graph gets `REASON` as the error.
 
 The wrapper refers weakly to its module, which would otherwise be freed by the garbage collector only.  Copies and
-pickles are plain modules: the methods that make them are in the ``__dict__`` too, and leave out what is ours.  A class
-that copies its ``__dict__`` by other means gets a wrapper of the copy that follows nothing.  Replicas of
+pickles are plain modules: ``__reduce_ex__``, which makes them, is in the ``__dict__`` too, and leaves out what is ours.
+A class that copies its ``__dict__`` by other means gets a wrapper of the copy that follows nothing.  Replicas of
 `torch.nn.DataParallel` run in threads, all at a time, so that no pass can be timed; they are plain too, with a warning.
 
 Another library may set ``forward`` later.  If its function calls ours, the module is followed on; after removal ours
@@ -23,33 +23,169 @@ stays there and only calls the original.  If nothing refers to ours any more, a 
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
+
+`[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
+model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
+groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
+it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
+Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the
+angles of rotary embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
+import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, update_wrapper
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.compiling import Compiled, compiler, opaque
-from .._torch.modules import CALLS, class_attribute
-from .followed import DROPPED, ROOT, FollowedModule
-from .tracker import Tracker
+from .._torch.modules import CALLS, Follower, class_attribute
+from ..engine.passes import ModelPass
+from ..planner import GroupPlan
+from ..replay import Policy, Program
+from ..schedule.execution_order import GroupKey
+from ..schedule.plan import Roles
 
-__all__ = ["Followers", "detach", "followers_of", "refuse_scripted"]
+__all__ = [
+    "DROPPED",
+    "GROUP",
+    "KEPT",
+    "REASON",
+    "ROOT",
+    "FollowedModule",
+    "Mode",
+    "PassSettings",
+    "Steering",
+    "TakeTimes",
+    "follow",
+    "group_name",
+    "handle_of",
+    "lost_modules",
+    "refuse_scripted",
+    "split_group_name",
+    "unfollow",
+]
 
-_Pair: TypeAlias = tuple["Followers", FollowedModule]
+ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
 
-_ENTRY = "_actoffload_follower"
+_WHOLE = "(the whole model)"
+
+TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], None]
+
+
+class Mode(enum.Enum):
+    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
+
+    IDLE = "nowhere"
+    SCOPED = "in the groups that are offloaded or recomputed"
+    WHOLE = "in the whole forward"
+
+
+@dataclass(frozen=True, slots=True)
+class PassSettings:
+    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
+
+    mode: Mode
+    order: Sequence[GroupKey] = ()
+    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+    recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
+    take_times: TakeTimes | None = None  # takes the times of the operators of a group
+    begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
+
+
+class Steering(Protocol):
+    """Decides how the forwards of a model are followed, and sees what they did."""
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Return how the forward that begins now is followed.
+
+        Parameters
+        ----------
+        inputs : tuple
+            Arguments and keyword arguments of the module that is called.
+        alone : bool
+            A group is called, and not the model itself.
+        busy : bool
+            Another thread runs a forward of the model.
+        """
+
+    def forward_ends(self, output: Any) -> None:
+        """Note that the model returns `output`."""
+
+    def pass_ends(
+        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
+    ) -> tuple[Steering, Callable[[], None]] | None:
+        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`.
+
+        Returns what steers from now on, and what to call when no forward is in progress; None for no change.
+        """
+
+    @property
+    def settling(self) -> bool:
+        """Whether passes are measured for a plan that is not final."""
+
+    def retire(self) -> None:
+        """Stop measuring: the model is followed no longer, or something else steers."""
+
+    def plan(self) -> GroupPlan:
+        """Return the present plan."""
+
+    def costs(self) -> Any:
+        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `Report`."""
+
+
+@dataclass(eq=False)
+class FollowedModule:
+    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
+
+    role: str  # ROOT, GROUP or KEPT; DROPPED for one that turned out to be no group
+    name: str
+    ref: weakref.ref[Module]
+    group: int = -1  # its index among the chosen modules
+    kind: str = ""  # groups of one kind are scheduled alike
+    compiled: bool = False  # it was called in a model that is compiled as a whole
+
+    @property
+    def module(self) -> Module:
+        """The module, which must still exist."""
+        found = self.ref()
+        assert found is not None
+        return found
+
+
+def group_name(name: str, part: int = 0) -> str:
+    """Return what plans and reports call a group: a readable name of its module, and which part of it."""
+    return (name or _WHOLE) + (f" (part {part + 1})" if part else "")
+
+
+def split_group_name(name: str) -> tuple[str, int]:
+    """Return the name of the module of a group, and which part of it the group is.
+
+    >>> from actoffload.model.follow import group_name, split_group_name
+    >>> split_group_name(group_name("layers.0", 1)), split_group_name(group_name(""))
+    (('layers.0', 1), ('', 0))
+    """
+    number = re.search(r" \(part (\d+)\)$", name)
+    module, part = (name, 0) if number is None else (name[: number.start()], int(number[1]) - 1)
+    return "" if module == _WHOLE else module, part
+
+
+# Calls
 
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
@@ -76,106 +212,73 @@ def refuse_scripted(module: Module, name: str) -> None:
         )
 
 
-class _Follower:
-    """What follows one module; a copy of it follows nothing.
+class _Following(NamedTuple):
+    """One handle that follows a module, and what the module is there."""
 
-    Attributes
-    ----------
-    ref : weakref.ref
-        The module.
-    pairs : tuple
-        For each handle that follows the module, its `Followers` and what the module is there.
-    """
+    tracker: Any  # a `Tracker`
+    followed: FollowedModule
+    handle: Any
+
+
+class _Follower(Follower):
+    """What follows one module; a copy of it follows nothing."""
+
+    entry = "_actoffload_follower"
 
     def __init__(self, module: Module) -> None:
-        self.ref = weakref.ref(module)
-        self.pairs: tuple[_Pair, ...] = ()
-        self._before: dict[str, Any] = {}  # attributes of the module in the place of ours
+        super().__init__(module)
+        self.followings: tuple[_Following, ...] = ()
         self._forward: weakref.ref[Any] | None = None  # ours
-
-    @property
-    def module(self) -> Module:
-        """The module, which must still exist."""
-        module = self.ref()
-        assert module is not None
-        return module
 
     @property
     def is_lost(self) -> bool:
         """Whether nothing refers to our ``forward`` any more."""
         return self._forward is None or self._forward() is None
 
-    def install(self) -> None:
-        """Put our attributes into the ``__dict__`` of the module."""
-        attributes = vars(self.module)
-        self._strip(attributes)
-        self._before = {name: attributes[name] for name in _NAMES if name in attributes}
-        forward = types.MethodType(_make_forward(self.module, self._before.get("forward")), self)
-        self._forward = weakref.ref(forward, partial(_note_lost, weakref.ref(self)))
-        attributes.update(zip(_NAMES, (forward, self._get_state, self._reduce, self._replicate, self), strict=True))
+    def follow(self) -> None:
+        """Put our methods into the ``__dict__`` of the module."""
+        self.strip(vars(self.ref()))
+        forward = types.MethodType(_make_forward(self), self)
+        self._forward = weakref.ref(forward)
+        self.install({"forward": forward, "__reduce_ex__": self._reduce, _REPLICATE: self._replicate})
 
-    def uninstall(self) -> None:
-        """Take our attributes out again, unless they were replaced; may be repeated."""
-        self._forward = None  # is not lost, but removed
-        self._strip(vars(self.module))
+    # Copies
 
-    def _is_ours(self, name: str, value: Any) -> bool:
-        return name in _NAMES and (value is self or getattr(value, "__self__", None) is self)
-
-    def _strip(self, attributes: dict[str, Any]) -> None:
-        for name in _NAMES:  # ends with the entry, by which a repetition finds what is left
-            if self._is_ours(name, attributes.get(name)):
-                if name in self._before:
-                    attributes[name] = self._before[name]  # [guard: forward from before]
-                else:
-                    del attributes[name]
+    def _reduce(self, protocol: Any) -> Any:
+        return self._plain(self.original("__reduce_ex__")(protocol))
 
     def _plain(self, part: Any) -> Any:
         """Return a part of what a module is copied from, without our attributes."""
         if type(part) is tuple:
             return tuple(map(self._plain, part))
-        if type(part) is dict and any(self._is_ours(name, part.get(name)) for name in _NAMES):
-            self._strip(part := dict(part))
+        if type(part) is dict and part.get(self.entry) is self:
+            self.strip(part := dict(part))  # [guard: state of a copy]
         return part
 
-    # Copies
-
-    def _get_state(self) -> Any:
-        return self._plain(class_attribute(self.module, "__getstate__")())  # [guard: state of a copy]
-
-    def _reduce(self, protocol: Any) -> Any:
-        return self._plain(class_attribute(self.module, "__reduce_ex__")(protocol))
-
     def _replicate(self) -> Module:
-        for followers, _ in self.pairs:
-            followers.tracker.warn_once(REPLICAS)
-        replica: Module = class_attribute(self.module, "_replicate_for_data_parallel")()
-        self._strip(vars(replica))  # [guard: replica]
+        for following in self.followings:
+            following.tracker.warn_once(REPLICAS)
+        replica: Module = self.original(_REPLICATE)()
+        self.strip(vars(replica))  # [guard: replica]
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
-        copied = _Follower(copy.deepcopy(self.module, memo))
-        copied._before = copy.deepcopy(self._before, memo)
+        module: Any = copy.deepcopy(self.ref(), memo)
+        copied = _Follower(module)
+        copied.before, copied._names = copy.deepcopy(self.before, memo), self._names
         return copied
 
 
-_NAMES = ("forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel", _ENTRY)
-"""Attributes that a followed module has in its ``__dict__``."""
+_REPLICATE = "_replicate_for_data_parallel"
 
 
-def _note_lost(follower: weakref.ref[_Follower], _: object) -> None:
-    """Note that nothing refers to the ``forward`` of a follower any more."""
-    found = follower()
-    if found is not None and found.ref() is not None:
-        for followers, followed in found.pairs:
-            followers.lost.append(followed)
-
-
-def _make_forward(module: Module, before: Any) -> Callable[..., Any]:
+def _make_forward(follower: _Follower) -> Callable[..., Any]:
     """Return the ``forward`` of a follower, with the name and the signature of the one that it surrounds."""
+    module: Any = follower.ref()
+    before = vars(module).get("forward")
 
     def forward(bound: Any, /, *args: Any, **kwargs: Any) -> Any:
-        follower: _Follower | None = bound if type(bound) is _Follower else vars(bound).get(_ENTRY)
+        follower: _Follower | None = bound if type(bound) is _Follower else vars(bound).get(_Follower.entry)
         if follower is None:  # accelerate binds the function to the module, and may still do so after `remove`
             return (class_attribute(bound, "forward") if before is None else before)(*args, **kwargs)
         module = follower.ref()
@@ -194,16 +297,13 @@ def _make_forward(module: Module, before: Any) -> Callable[..., Any]:
 
 def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
     """Call the ``forward`` of a module as if nothing followed it, and note for each handle that it runs."""
-    before = follower._before.get("forward")
-    forward = class_attribute(self, "forward") if before is None else before
-    began: list[tuple[Tracker, int]] = []
+    forward = follower.original("forward")
+    began: list[tuple[Any, int]] = []
     around: Callable[..., Any] | None = None
     compiles = compiler()
     try:
         try:
-            for followers, followed in follower.pairs:
-                tracker = followers.tracker
-                followers.warn_of_lost()
+            for tracker, followed, _ in follower.followings:
                 began.append((tracker, tracker.depth))
                 around = tracker.begin(followed, args, kwargs, compiled=compiles is not None) or around
             if around is None:
@@ -231,72 +331,66 @@ def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
 
 CALLS.add(_call.__code__)  # reports name the tensors that a call refers to
 opaque(_call, REASON, compile_callees=True)
-for _function in (class_attribute, Tracker.begin, Tracker.end, Tracker.unwind):
+for _function in (class_attribute, Follower.original):
     opaque(_function, REASON)
 
 
-class Followers:
-    """The followed modules of one handle, the root first; `parts` are its attributes, for `OffloadHandle.of`."""
+# Beginning and end
 
-    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: dict[str, Any]) -> None:
-        self.tracker = tracker
-        self.modules = tuple(modules)
-        self.parts = parts
-        self.lost: list[FollowedModule] = []  # modules whose `forward` was replaced
-        self.installed = True
+
+def follow(modules: Sequence[FollowedModule], tracker: Any, handle: Any) -> None:
+    """Let a tracker see the calls of modules; all or nothing.  `handle_of` returns the handle for the root."""
+    for followed in modules:
+        refuse_scripted(followed.module, followed.name)
+    try:
         for followed in modules:
-            refuse_scripted(followed.module, followed.name)
-        try:
-            for followed in modules:
-                follower = _follower_of(followed.module)
-                if follower is None:
-                    follower = _Follower(followed.module)
-                if follower.is_lost:
-                    follower.install()
-                follower.pairs = (*follower.pairs, (self, followed))
-        except BaseException:  # an interrupt
-            detach(self.modules)  # [guard: half followed model]
-            raise
-
-    def warn_of_lost(self) -> None:
-        """Warn about modules whose ``forward`` was replaced."""
-        while self.lost:
-            followed = self.lost.pop()
-            if followed.role is not DROPPED:
-                self.tracker.warn_once(
-                    f"The forward of the module '{followed.name}' was replaced since offload was called, and what took "
-                    "its place does not call it, so the module is not offloaded. Replace it before offload."
-                )
-
-    opaque(warn_of_lost, REASON)
-
-    def remove(self) -> None:
-        """Follow the modules no longer; a forward in progress in any thread ends as it began."""
-        if self.installed:
-            self.tracker.retire(partial(detach, self.modules))
-            self.installed = False  # last: after an interrupt it is called again
+            follower = _follower_of(followed.module) or _Follower(followed.module)
+            if follower.is_lost:
+                follower.follow()
+            follower.followings = (*follower.followings, _Following(tracker, followed, handle))
+    except BaseException:  # an interrupt
+        unfollow(modules)  # [guard: half followed model]
+        raise
 
 
-def detach(modules: Iterable[FollowedModule]) -> None:
+def unfollow(modules: Iterable[FollowedModule]) -> None:
     """Follow these modules no longer; no forward of them may be in progress."""
     for followed in modules:
         module = followed.ref()
         follower = None if module is None else _follower_of(module)
-        if follower is not None:
-            follower.pairs = tuple(pair for pair in follower.pairs if pair[1] is not followed)
+        if module is not None and follower is not None:
+            follower.followings = tuple(each for each in follower.followings if each.followed is not followed)
             # [guard: module of another handle -> True]
-            if not follower.pairs:  # [guard: attributes of a module after removal]
-                follower.uninstall()
+            if not follower.followings:  # [guard: attributes of a module after removal]
+                follower.strip(vars(module))
 
 
-def followers_of(model: Module) -> Followers | None:
-    """Return what follows a model as its root, or None if nothing does."""
+def handle_of(model: Module) -> Any:
+    """Return the handle that follows a model as its root, or None."""
     follower = _follower_of(model)
-    pairs = () if follower is None else follower.pairs
-    return next((followers for followers, followed in pairs if followed.role is ROOT and followers.installed), None)
+    followings = () if follower is None else follower.followings
+    handles = (each.handle for each in followings if each.followed.role is ROOT and each.handle.installed)
+    return next(handles, None)
+
+
+def lost_modules(modules: Iterable[FollowedModule]) -> Iterator[str]:
+    """Yield a sentence about each module that is followed no longer, because the program replaced something."""
+    for followed in modules:
+        module = followed.ref()
+        follower = None if module is None else _follower_of(module)
+        if module is None and followed.role not in (ROOT, DROPPED):
+            yield (
+                f"The module '{followed.name}' has been replaced or deleted since offload was called; what took its "
+                "place is not offloaded. Call remove() of the handle, then offload again."
+            )
+        if follower is not None and follower.is_lost and followed.role is not DROPPED:
+            yield (
+                f"The forward of the module '{followed.name}' was replaced since offload was called, and what took its "
+                "place does not call it, so the module is not offloaded. Replace it before offload."
+            )
 
 
 def _follower_of(module: Module) -> _Follower | None:
     """Return what follows a module, if anything does."""
-    found: _Follower | None = vars(module).get(_ENTRY)
+    found: _Follower | None = vars(module).get(_Follower.entry)
     return None if found is None or found.ref() is not module else found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.nn import Module
@@ -19,11 +20,21 @@ from ..planner import GroupPlan
 from ..report.plots import Frontier
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
-from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .follow import Followers, followers_of
-from .followed import KEPT, FollowedModule, Steering, group_name, split_group_name
+from .follow import (
+    GROUP,
+    KEPT,
+    ROOT,
+    FollowedModule,
+    Steering,
+    follow,
+    group_name,
+    handle_of,
+    split_group_name,
+    unfollow,
+)
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
@@ -40,7 +51,7 @@ class OffloadHandle:
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    _followers: Followers | None = None
+    _removed = False
 
     def __init__(
         self,
@@ -52,7 +63,6 @@ class OffloadHandle:
         *,
         arguments: dict[str, Any] | None = None,
         meet: Callable[[], None] | None = None,
-        follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(followed for followed in modules if followed.group >= 0)
@@ -61,12 +71,11 @@ class OffloadHandle:
         self._arguments = arguments  # of `offload`
         self._log = log
         self._tracker = Tracker(self._modules, engine, steering, meet)
-        if follow:
-            self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
+        follow(self._modules, self._tracker, self)
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
-        """Return a handle of the module that `offload` was called with; None for modules that are not offloaded.
+        """Return the handle of the module that `offload` was called with; None for modules that are not offloaded.
 
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
         >>> _ = actoffload.offload(model)
@@ -76,18 +85,12 @@ class OffloadHandle:
         """
         if not isinstance(model, Module):
             raise TypeError(f"OffloadHandle.of got {model!r}; expected the model that offload was called with.")
-        followers = followers_of(model)
-        if followers is None:
-            return None
-        found = cls.__new__(cls)
-        vars(found).update(followers.parts, _followers=followers)
-        return found
+        handle: OffloadHandle | None = handle_of(model)
+        return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a removed handle: copies of a model are not offloaded."""
-        modules = [(followed.role, followed.name, followed.group, followed.kind) for followed in self._modules]
-        engine, plans = self._engine, self._plans
-        return _removed, (modules, plans.schedule, plans.order, engine.max_host_bytes, engine.min_bytes)
+        """Copy and pickle as a removed handle of nothing: copies of a model are not offloaded."""
+        return _removed_handle, (self._modules[0].name,)
 
     # On and off
 
@@ -96,11 +99,11 @@ class OffloadHandle:
 
         Passes in progress finish as they began, and their memory is freed when they do.  A second call does nothing.
         """
-        if self._followers is not None:  # also if an interrupt came in an earlier call
+        if not self._removed:
             self._tracker.steering.retire()
-            self._followers.remove()
+            self._tracker.retire(partial(unfollow, self._modules))
             self._engine.close()
-        self._followers = None
+            self._removed = True  # last: after an interrupt it is called again
 
     @property
     def active(self) -> bool:
@@ -110,11 +113,17 @@ class OffloadHandle:
     @property
     def installed(self) -> bool:
         """Whether this handle was not removed."""
-        return self._followers is not None and self._followers.installed
+        return not self._removed
 
-    def paused(self) -> AbstractContextManager[OffloadHandle]:
+    @contextmanager
+    def paused(self) -> Iterator[OffloadHandle]:
         """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
-        return _Pause(self)
+        pause = _Pause()
+        self._tracker.pauses.add(pause)
+        try:
+            yield self
+        finally:
+            self._tracker.pauses.discard(pause)
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:
@@ -336,36 +345,15 @@ class OffloadHandle:
         )
 
 
-class _Pause(AbstractContextManager[OffloadHandle]):
-    """Pauses a tracker in a ``with`` block.
-
-    The tracker refers to it weakly, and else only the block does.  So the pause ends with the block, wherever an
-    interrupt comes.
-    """
-
-    def __init__(self, handle: OffloadHandle) -> None:
-        self._handle = handle
-
-    def __enter__(self) -> OffloadHandle:
-        self._handle._tracker.pauses.add(self)
-        return self._handle
-
-    def __exit__(self, *exception: object) -> None:
-        self._handle._tracker.pauses.discard(self)
+class _Pause:
+    """Pauses a tracker, which refers to it weakly: it ends with the ``with`` block, wherever an interrupt comes."""
 
 
-def _removed(
-    modules: Sequence[tuple[str, str, int, str]],
-    schedule: GroupSchedule,
-    expected: tuple[GroupKey, ...],
-    max_host_bytes: int | None,
-    min_bytes: int | None,
-) -> OffloadHandle:
-    """Return a removed handle with the settings of another one."""
-    gone = weakref.ref(Module())
-    copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
-    plans = GroupPlans(schedule, [followed.kind for followed in copied if followed.group >= 0])
-    plans.learn(expected)
-    engine, log = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes), PassLog()
-    groups = [followed for followed in copied if followed.group >= 0]
-    return OffloadHandle(copied, plans, engine, BySchedule(groups, plans, log), log, follow=False)
+def _removed_handle(name: str) -> OffloadHandle:
+    """Return a removed handle, as of a model without groups but itself."""
+    root, plans, log = Module(), GroupPlans(GroupSchedule(), ["model"]), PassLog()
+    modules = [FollowedModule(ROOT, name, weakref.ref(root)), FollowedModule(GROUP, "", weakref.ref(root), 0)]
+    engine = Engine(Plan(1), devices.backend())
+    handle = OffloadHandle(modules, plans, engine, BySchedule(modules[1:], plans, log), log)
+    handle.remove()
+    return handle

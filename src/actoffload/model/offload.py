@@ -22,8 +22,7 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .discovery import BLOCK, find_groups, followed_modules
-from .follow import followers_of, refuse_scripted
-from .followed import Steering
+from .follow import Steering, handle_of, refuse_scripted
 from .handle import OffloadHandle
 from .reporting import PassLog
 from .select import Names, check_entries, planned_modules, written
@@ -74,7 +73,7 @@ def offload(
     )
     by_hand = not (num_layers is None and fraction is None and max_inflight is None)
     part = 1.0 if fraction is None else fraction
-    if followers_of(module) is not None:
+    if handle_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )

@@ -28,7 +28,7 @@ from ..device.base import Backend, current_stream
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
 from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure
-from .followed import DROPPED, FollowedModule, PassSettings, group_name
+from .follow import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
 

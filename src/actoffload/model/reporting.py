@@ -24,7 +24,7 @@ from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
-from .followed import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
+from .follow import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
 from .select import Names, starred
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names"]

@@ -43,7 +43,7 @@ from torch.nn.parameter import is_lazy
 from .._folding import fold_names
 from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, registered
 from .._warnings import warn
-from .followed import split_group_name
+from .follow import split_group_name
 
 __all__ = [
     "CONTAINERS",

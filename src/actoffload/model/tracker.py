@@ -10,8 +10,16 @@ from weakref import WeakSet, ref
 
 import torch
 
-from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_checkpoint, saved_tensor_hooks
-from .._torch.compiling import tracing
+from .._torch.autograd import (
+    NO_BACKWARD,
+    SavedTensorHooks,
+    backward_id,
+    in_checkpoint,
+    in_transform,
+    saved_tensor_hooks,
+    saved_tensor_hooks_disabled,
+)
+from .._torch.compiling import opaque, tracing
 from .._torch.lookup import unsupported
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
@@ -21,18 +29,17 @@ from ..engine.layer import Layer, tensors_in
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .followed import (
-    DELETED,
+from .follow import (
     DROPPED,
     GROUP,
     KEPT,
+    REASON,
     ROOT,
     FollowedModule,
     Mode,
     PassSettings,
     Steering,
     lost_modules,
-    obstacle_to_hooks,
 )
 from .replays import Begun, Replays
 from .reporting import explain
@@ -67,6 +74,10 @@ class ThreadState(threading.local):
         self.between: Pack | None = None  # packs what no group saves
 
 
+DELETED = (
+    "Nothing is offloaded: the module that was passed to offload has been deleted. Keep a reference to it, or pass the "
+    "model that its parts belong to, with layers=[...]."
+)
 RECOMPUTED = (
     "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint around the whole "
     "model. Checkpoint parts of the model only."
@@ -179,12 +190,13 @@ class Tracker:
                 thread.idle = True
                 self._running.add(threading.get_ident())  # thread in a forward that is not followed
                 return
-            obstacle = obstacle_to_hooks()
+            obstacle = _obstacle_to_hooks()
             if obstacle is not None:
                 self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
-            if not alone and (lost := lost_modules(self._modules)):
-                self.warn_once(lost)
+            if not alone or thread.current is None:
+                for message in lost_modules(self._modules):
+                    self.warn_once(message)
             self.replays.forward_begins()
             self._begin_forward(settings, alone=alone)
             if followed.role is ROOT and thread.current is not None:
@@ -407,3 +419,30 @@ class Tracker:
         while self._when_idle and not self._running:  # [guard: removal while a forward runs -> True]
             self._when_idle[0]()
             del self._when_idle[0]
+
+
+for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
+    opaque(_function, REASON)
+
+
+def _obstacle_to_hooks() -> str | None:
+    """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""
+    if in_transform():
+        return (
+            "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
+            "torch.func.functional_call with torch.autograd.grad or backward."
+        )
+    if saved_tensor_hooks_disabled() is not None:
+        return (
+            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
+            "outside of that block."
+        )
+    hooks = saved_tensor_hooks()
+    if hooks is None:
+        return None
+    if hooks[1] is unpack:
+        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
+    return (
+        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
+        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
+    )

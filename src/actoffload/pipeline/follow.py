@@ -10,12 +10,12 @@ of the first step calls the module, and none of these methods.
 from __future__ import annotations
 
 import importlib
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, Protocol
 
-from .._torch.modules import class_attribute
+from .._torch.modules import Follower
 from ..schedule.pipeline import Computation, Step
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "unfollow",
 ]
 
-_ENTRY = "_actoffload_pipeline"
-
 
 class Observer(Protocol):
     """Sees the steps of a schedule and what is computed in them."""
@@ -46,95 +44,83 @@ class Observer(Protocol):
         """Return a context for one computation of a stage, whose forward is called with `inputs`."""
 
 
-class _Entry(NamedTuple):
-    """What follows a schedule or a stage, our methods, and what was in their place before."""
+class _Follower(Follower):
+    """What follows a schedule or a stage."""
 
-    observer: Observer
-    methods: dict[str, Callable[..., Any]]
-    before: dict[str, Any]
+    entry = "_actoffload_pipeline"
 
-
-class _Originals:
-    """The methods of a schedule or stage that are there without us; refers weakly to the object."""
-
-    def __init__(self, each: Any, before: dict[str, Any]) -> None:
-        self._ref, self._before = weakref.ref(each), before
-
-    def get(self, name: str) -> tuple[Any, Observer | None, Callable[..., Any]]:
-        """Return the object, what observes it, and its original method; another library may call ours after removal."""
-        each = self._ref()
-        assert each is not None
-        return each, observer_of(each), self._before[name] if name in self._before else class_attribute(each, name)
+    def __init__(self, followed: Any, observer: Observer) -> None:
+        super().__init__(followed)
+        self.observer = observer
 
 
-def _schedule_methods(originals: _Originals) -> dict[str, Callable[..., Any]]:
-    def step(*args: Any, **kwargs: Any) -> Any:
-        schedule, observer, original = originals.get("step")
-        with nullcontext() if observer is None else observer.step(schedule):
+def _forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> tuple[Computation, int, Any]:
+    return Computation.FORWARD, fwd_chunk_id, (args, kwargs)
+
+
+def _backward(
+    bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
+) -> tuple[Computation, int, Any]:
+    return Computation.BACKWARD if full_backward else Computation.BACKWARD_INPUT, bwd_chunk_id, ()
+
+
+def _backward_weight(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> tuple[Computation, int, Any]:
+    return Computation.BACKWARD_WEIGHT, bwd_chunk_id, ()
+
+
+_COMPUTATIONS: dict[str, Callable[..., tuple[Computation, int, Any]]] = {
+    "forward_one_chunk": _forward,
+    "backward_one_chunk": _backward,
+    "backward_weight_one_chunk": _backward_weight,
+}
+
+
+def _method(name: str) -> Callable[..., Any]:
+    """Return the method of a follower that calls the original one in a context of the observer."""
+
+    def method(follower: _Follower, *args: Any, **kwargs: Any) -> Any:
+        followed, original = follower.ref(), follower.original(name)
+        assert followed is not None
+        if vars(followed).get(follower.entry) is not follower:  # another library may call ours after removal
+            return original(*args, **kwargs)
+        if name == "step":
+            context = follower.observer.step(followed)
+        else:
+            computation, microbatch, inputs = _COMPUTATIONS[name](*args, **kwargs)
+            context = follower.observer.computing(followed, Step(followed.stage_index, computation, microbatch), inputs)
+        with context:
             return original(*args, **kwargs)
 
-    return {"step": step}
+    return method
 
 
-def _stage_methods(originals: _Originals) -> dict[str, Callable[..., Any]]:
-    @contextmanager
-    def computing(name: str, computation: Computation, microbatch: int, inputs: Any = ()) -> Iterator[Any]:
-        stage, observer, original = originals.get(name)
-        step = Step(stage.stage_index, computation, microbatch)
-        with nullcontext() if observer is None else observer.computing(stage, step, inputs):
-            yield original
-
-    def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with computing("forward_one_chunk", Computation.FORWARD, fwd_chunk_id, (args, kwargs)) as original:
-            return original(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        computation = Computation.BACKWARD if full_backward else Computation.BACKWARD_INPUT
-        with computing("backward_one_chunk", computation, bwd_chunk_id) as original:
-            return original(bwd_chunk_id, loss, full_backward, *args, **kwargs)
-
-    def backward_weight_one_chunk(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with computing("backward_weight_one_chunk", Computation.BACKWARD_WEIGHT, bwd_chunk_id) as original:
-            return original(bwd_chunk_id, *args, **kwargs)
-
-    return {each.__name__: each for each in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk)}
+_METHODS = {name: _method(name) for name in ("step", *_COMPUTATIONS)}
 
 
 def follow(schedule: Any, stages: Sequence[Any], observer: Observer) -> None:
     """Let an observer see the steps of a schedule and what its stages compute; all or nothing."""
-    done: list[Any] = []
     try:
         for each in (*stages, schedule):
-            before: dict[str, Any] = {}
-            make = _schedule_methods if each is schedule else _stage_methods
-            methods = {name: method for name, method in make(_Originals(each, before)).items() if hasattr(each, name)}
-            before |= {name: vars(each)[name] for name in methods if name in vars(each)}
-            done.append(each)
-            vars(each).update(methods, **{_ENTRY: _Entry(observer, methods, before)})
+            names = ["step"] if each is schedule else [name for name in _COMPUTATIONS if hasattr(each, name)]
+            follower = _Follower(each, observer)
+            follower.install({name: MethodType(_METHODS[name], follower) for name in names})
     except BaseException:
-        unfollow(done)
+        unfollow((*stages, schedule))
         raise
 
 
 def unfollow(followed: Sequence[Any]) -> None:
     """Follow these schedules and stages no longer; may be repeated."""
     for each in followed:
-        entry: _Entry | None = vars(each).get(_ENTRY)
-        if entry is not None:
-            for name, method in entry.methods.items():
-                if vars(each).get(name) is method and name in entry.before:
-                    vars(each)[name] = entry.before[name]
-                elif vars(each).get(name) is method:
-                    del vars(each)[name]
-            del vars(each)[_ENTRY]
+        follower: _Follower | None = vars(each).get(_Follower.entry)
+        if follower is not None:
+            follower.strip(vars(each))
 
 
 def observer_of(schedule: Any) -> Observer | None:
     """Return what sees the steps of a schedule, or None."""
-    entry: _Entry | None = vars(schedule).get(_ENTRY)
-    return None if entry is None else entry.observer
+    follower: _Follower | None = vars(schedule).get(_Follower.entry)
+    return None if follower is None else follower.observer
 
 
 # What is used of schedules and stages; where PyTorch is built without them, nothing is a schedule

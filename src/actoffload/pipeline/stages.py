@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from ..model.discovery import BLOCK, find_groups, followed_modules
-from ..model.follow import followers_of, refuse_scripted
-from ..model.followed import Steering
+from ..model.follow import Steering, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.reporting import PassLog
 from ..model.select import Names, choose, choose_kept, written
@@ -68,7 +67,7 @@ class RankStage:
         self.index = int(stage.stage_index)
         title = f"the module of stage {self.index}"
         refuse_scripted(module, f"stage {self.index}")
-        if followers_of(module) is not None:
+        if handle_of(module) is not None:
             raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
         names = Names(module)
         layers, self.entries = _matching(layers, lambda entry: choose(names, [entry]))

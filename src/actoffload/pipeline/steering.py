@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.followed import FollowedModule, Mode, PassSettings
+from ..model.follow import FollowedModule, Mode, PassSettings
 from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..model.tuning.metering import counts_in

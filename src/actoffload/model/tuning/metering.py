@@ -25,7 +25,7 @@ from ...engine.statistics import Counters, Reason, TimelineRecorder
 from ...engine.storage import Residency, SavedStorage
 from ...schedule.execution_order import GroupKey
 from ...schedule.timeline import Kind
-from ..followed import FollowedModule
+from ..follow import FollowedModule
 from ..replays import OperatorTimes
 
 __all__ = [

@@ -39,7 +39,7 @@ from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...schedule.timeline import size
-from ..followed import FollowedModule
+from ..follow import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .group_costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks

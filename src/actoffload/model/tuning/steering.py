@@ -22,8 +22,7 @@ from ...report.groups import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Do, Roles
 from ..discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
-from ..follow import detach
-from ..followed import DROPPED, FollowedModule, Mode, PassSettings, Steering
+from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
 from ..reporting import LatestPass, PassLog, group_names
 from ..select import Chosen
 
@@ -287,7 +286,7 @@ class Finder:
         self._plans.learn([run.key for run in dict.fromkeys(runs) if run is not None])
         because = "" if self._roles is None else SEARCH
         self._log.take(replace(_regrouped(latest, runs), because=because), sequence)
-        return self._then, partial(detach, dropped)
+        return self._then, partial(unfollow, dropped)
 
     def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
         measured = Measurement()

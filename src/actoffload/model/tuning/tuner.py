@@ -27,7 +27,7 @@ from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
 from ...schedule.timeline import size
-from ..followed import FollowedModule, Mode, PassSettings, TakeTimes
+from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .metering import LEAN, Meter, PassTimer, Stage, TimedPass, count_elements
