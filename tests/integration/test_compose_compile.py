@@ -26,6 +26,7 @@ from composing import (
     hooked,
     train,
 )
+from helpers import forward, make, plain
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 
@@ -110,6 +111,31 @@ def test_ways_to_compile(way, first):
     assert statistics.passes == 12
     assert statistics.bytes_offloaded == statistics.bytes_reloaded > 12 * OFFLOADED * STREAM
     assert statistics.reloaded_on_demand == 0
+
+
+@pytest.mark.usefixtures("offload_small_tensors")
+@pytest.mark.parametrize("way", ["in place, as one graph", "functions that call them"])
+def test_compiled_layers_in_a_context_are_compiled_once(way):
+    model, backend = Net(Mlp, 3), Counting()
+    layers = list(model.blocks)
+    if way == "in place, as one graph":  # what Dynamo sees includes the hooks of the context
+        each(model, backend)
+    else:
+        layers = [torch.compile(lambda x, block=block: block(x), backend=backend) for block in layers]
+    context, sync = make(1, 3)
+
+    def step(offloads: bool = True) -> list[Tensor]:
+        y = forward(layers, batch(), context, sync) if offloads else plain(layers, batch())
+        y.square().sum().backward()
+        return gradients(model)
+
+    want = step(False)
+    step()
+    graphs = backend.graphs
+    for _ in range(10):  # more often than Dynamo compiles anything again before it gives up
+        assert all(map(torch.equal, step(), want))
+    assert backend.graphs == graphs > 0
+    assert context.statistics().tensors_offloaded > 0
 
 
 @pytest.mark.parametrize("way", [whole, by_a_function])

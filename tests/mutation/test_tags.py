@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ast
+import json
 import marshal
 import sys
 from collections import Counter
@@ -12,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "mutation"))
 
 import mutants  # noqa: E402
+import mutate  # noqa: E402
 
 SOURCE = ROOT / "src"
 
@@ -43,6 +46,15 @@ def test_tags_name_one_place_each() -> None:
     assert [name for name, count in names.items() if count > 1] == []
     assert sum(name.startswith("wait: ") for name in names) > 10
     assert sum(name.startswith("guard: ") for name in names) > 40
+
+
+def test_every_tag_has_a_test_that_exists() -> None:
+    killers = json.loads(mutate.KILLERS.read_text(encoding="utf-8"))
+    assert killers.keys() == {mutant.name for mutant in mutants.tagged(SOURCE)}
+    for name, killer in killers.items():
+        path, _, test = killer.partition("::")
+        tree = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+        assert test.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
 
 
 def test_every_mutant_is_a_program_that_differs_from_the_source() -> None:

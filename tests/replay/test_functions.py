@@ -128,63 +128,55 @@ class Outer(torch.autograd.Function):
         return gradient * slope
 
 
-class Own(nn.Linear):
-    def __init__(self):
+class Applies(nn.Linear):
+    """Applies functions in its middle."""
+
+    def __init__(self, functions: Any) -> None:
         super().__init__(WIDTH, WIDTH)
         self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
-
-    def function(self, y: Tensor) -> Tensor:
-        raise NotImplementedError
+        self.functions = functions
 
     def forward(self, x):
-        return torch.sin(self.function(torch.sin(super().forward(x)))).sin()
+        return torch.sin(self.functions(self, torch.sin(super().forward(x)))).sin()
 
 
-class OldStyles(Own):
-    def function(self, y):
-        return OldStyle.apply(OldStyle.apply(y, 1.5), self.scale[0].detach(), "a name")
+def net(functions: Any) -> Net:
+    return Net(lambda: Applies(functions))
 
 
-class SetupContexts(Own):
-    def function(self, y):
-        one, two = SetupContext.apply(y, self.weight[0] + 3.0)
-        return one * two
+def strides(block: Applies, y: Tensor) -> Tensor:
+    left, right = (Striding.apply(half) for half in torch.cat([y, y.exp()], -1).chunk(2, -1))
+    return left * right + Striding.apply(y.mT).mT + Striding.apply(y[:1].expand(4, -1)).sum()
 
 
-class Overwritings(Own):
-    def function(self, y):
-        return Overwriting.apply(y) + Overwriting.apply(y.exp() * 2.0)
+def old_style(block: Applies, y: Tensor) -> Tensor:
+    return OldStyle.apply(OldStyle.apply(y, 1.5), block.scale[0].detach(), "a name")
 
 
-class Stridings(Own):
-    def function(self, y):
-        left, right = torch.cat([y, y.exp()], -1).chunk(2, -1)
-        return (
-            Striding.apply(left) * Striding.apply(right)
-            + Striding.apply(y.mT).mT
-            + Striding.apply(y[:1].expand(4, -1)).sum()
-        )
+def setup_context(block: Applies, y: Tensor) -> Tensor:
+    one, two = SetupContext.apply(y, block.weight[0] + 3.0)
+    return one * two
 
 
-class Halved(Own):
-    def function(self, y):
-        return torch.cat(Halves.apply(y, self.scale, [0.5, 1.5]), -1)
-
-
-class Outers(Own):
-    def function(self, y):
-        return Outer.apply(y) * y
+PURE = {
+    "old style": old_style,
+    "setup_context": setup_context,
+    "overwriting": lambda block, y: Overwriting.apply(y) + Overwriting.apply(y.exp() * 2.0),
+    "halves": lambda block, y: torch.cat(Halves.apply(y, block.scale, [0.5, 1.5]), -1),
+    "strides": strides,
+    "outer": lambda block, y: Outer.apply(y) * y,
+}
 
 
 @policies
 @fractions
-@pytest.mark.parametrize("kind", [OldStyles, SetupContexts, Overwritings, Stridings, Halved, Outers])
+@pytest.mark.parametrize("kind", PURE)
 def test_functions(kind, policy, fraction):
-    check(lambda: Net(kind), policy=policy, fraction=fraction)
+    check(lambda: net(PURE[kind]), policy=policy, fraction=fraction)
 
 
 def test_the_forward_is_called_again_once_in_a_settled_backward():
-    model = Net(OldStyles)
+    model = net(old_style)
     offload(model, layers="blocks.?", recompute=True, fraction=0.0)
     train(model, 4)
     OldStyle.calls = 0
@@ -194,9 +186,9 @@ def test_the_forward_is_called_again_once_in_a_settled_backward():
     assert OldStyle.calls == 4 * len(model.blocks)
 
 
-@pytest.mark.parametrize("kind", [OldStyles, SetupContexts, Overwritings, Halved])
+@pytest.mark.parametrize("kind", list(PURE)[:4])
 def test_what_functions_save_is_freed(kind):
-    check(lambda: Net(kind), freed=0.5)
+    check(lambda: net(PURE[kind]), freed=0.5)
 
 
 # Functions that are not pure
@@ -305,38 +297,30 @@ class OfObjects(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None, None
 
 
-class Writings(Own):
-    def function(self, y):
-        shift = y.detach() * 2.0
-        return Writing.apply(y, shift) * shift
+def write(block: Applies, y: Tensor) -> Tensor:
+    shift = y.detach() * 2.0
+    return Writing.apply(y, shift) * shift
 
 
-class Dirties(Own):
-    def function(self, y):
-        return Dirty.apply(y * 2.0) + y
+def objects(block: Applies, y: Tensor) -> Tensor:
+    x = y.detach()
+    return OfObjects.apply(y, Held(x * 2.0), {"shift": x.exp(), "list": [(x.cos(),)]})
 
 
-class Drawings(Own):
-    def function(self, y):
-        return Drawing.apply(y)
-
-
-class Askings(Own):
-    def function(self, y):
-        return Asking.apply(y)
-
-
-class Objects(Own):
-    def function(self, y):
-        x = y.detach()
-        return OfObjects.apply(y, Held(x * 2.0), {"shift": x.exp(), "list": [(x.cos(),)]})
+IMPURE = {
+    "writing": write,
+    "dirty": lambda block, y: Dirty.apply(y * 2.0) + y,
+    "drawing": lambda block, y: Drawing.apply(y),
+    "asking": lambda block, y: Asking.apply(y),
+    "objects": objects,
+}
 
 
 @policies
 @fractions
-@pytest.mark.parametrize("kind", [Writings, Dirties, Drawings, Askings, Objects])
+@pytest.mark.parametrize("kind", IMPURE)
 def test_functions_that_are_not_pure(kind, policy, fraction):
-    check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
+    check(lambda: net(IMPURE[kind]), policy=policy, fraction=fraction, freed=-1.0)
 
 
 @policies
@@ -380,4 +364,4 @@ def test_the_random_state_of_the_program_stays():
         Drawing.torch = True
         return found
 
-    check(lambda: Net(Drawings), use)
+    check(lambda: net(IMPURE["drawing"]), use)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import ROWS, WIDTH, Linear, Net, batch, check, clean, fractions, gradients, policies, train
+from recomputing import COSTLY, ROWS, WIDTH, Linear, Net, batch, check, clean, fractions, gradients, policies, train
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import flex_attention
@@ -289,8 +289,7 @@ class Flexible(Linear):
 
 
 @pytest.mark.filterwarnings("ignore")
-@policies
-@fractions
+@pytest.mark.parametrize(("policy", "fraction"), [(True, 0.0), (COSTLY, 1.0)], ids=["kept", "offloaded but costly"])
 @pytest.mark.parametrize("kind", [Cond, Scan, Flexible])
 def test_higher_order_operators(kind, policy, fraction, monkeypatch):
     # It has no backward on the CPU; its eager implementation has one.

@@ -244,7 +244,7 @@ def test_an_interrupt_at_many_bytecodes_of_a_forward(first):
     torch.manual_seed(0)
     model = Net(Failing, 3)
     want = step(model)
-    n, came, stride = 0, True, STRIDE * (2 if first else 1)
+    n, came, stride = 0, True, STRIDE * (4 if first else 1)
     handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
     train(model, 3)
     with no_gc():

@@ -1,15 +1,17 @@
-"""The directive that draws schedules during the build of the site."""
+"""The figures that are drawn during the build of the site, and their directive."""
 
 from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
+import budget_figures
 import drawn_figures
 import schedule_figures
 
@@ -69,16 +71,33 @@ def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_pat
     assert re.search(r"</div>\s*<figcaption>", figure.group())
 
 
-def test_a_figure_is_the_same_in_every_build(tmp_path: Path) -> None:
-    name = "stalls"
-    first = schedule_figures.draw(name, tmp_path / "first")
-    again = schedule_figures.draw(name, tmp_path / "again")
+@pytest.fixture(scope="module")
+def curves():
+    """The curves of time against peak memory, which take seconds to plan."""
+    return budget_figures.curves()
+
+
+@pytest.mark.parametrize(("figures", "name"), [(schedule_figures, "stalls"), (budget_figures, "choices")])
+def test_a_figure_is_the_same_in_every_build(figures, name, curves, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(budget_figures.FIGURES, "choices", lambda: curves)  # plans are the same: tests of the planner
+    first, again = (figures.draw(name, tmp_path / folder) for folder in ("first", "again"))
     assert first.alt == again.alt
+    assert name == "stalls" or "offload and recompute: 1.19 at 1.0 GiB" in first.alt
     for page, file in first.files.items():
         text = file.read_text(encoding="utf-8")
         assert text == again.files[page].read_text(encoding="utf-8")
         assert drawn_figures.INK[page] in text
         assert str(tmp_path) not in text
+
+
+def test_offloading_and_recomputing_together_costs_the_least(curves) -> None:
+    found = dict(curves)
+    together = found.pop("offload and recompute")
+    for line in found.values():
+        for peak, time in line:
+            fitting = [other for limit, other in together if limit <= peak]
+            assert not fitting or min(fitting) <= time + 1e-9
+    assert all(later[1] <= earlier[1] for earlier, later in pairwise(sorted(together)))
 
 
 def test_the_figures_match_their_names() -> None:
