@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from helpers import forward, make, make_manual, nothing_held
+from helpers import forward, make, nothing_held
 from torch import nn
 
 from actoffload.report import Reason, Statistics
@@ -61,19 +61,6 @@ def test_a_forward_and_its_backward_by_hand():
     )
     del y
     assert context.statistics().host_bytes == 10 * ONE  # kept for the next step
-
-
-def test_on_demand():
-    context, sync, controller = make_manual(3)
-    y = forward([Two() for _ in range(3)], torch.randn(N, N, requires_grad=True), context, sync)
-    for k in range(2):
-        controller.start_offload_layer(k)
-        controller.release_activation_forward_gpu_memory(k)
-    controller.start_reload_layer(1)
-    y.sum().backward()
-    statistics = context.statistics()
-    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand) == (3, 3)
-    assert statistics.bytes_reloaded == 6 * ONE
 
 
 def test_host_memory_is_reused_by_the_next_step_and_not_by_a_pass_in_flight():

@@ -143,11 +143,20 @@ def on_blocks(model: Net) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
 
 
+PLACES = {
+    "before its group": lambda model: model.blocks[2].register_forward_pre_hook,
+    "after its group": lambda model: model.blocks[2].register_forward_hook,
+    "inside of a group": lambda model: model.blocks[2].norm.register_forward_hook,
+    "in the model's own hook": lambda model: model.register_forward_hook,
+}
+
+
 @pytest.mark.parametrize(
-    "when", ["before its group", "after its group", "inside of a group", "in the model's own hook"]
+    ("when", "error"),
+    [*((when, None) for when in PLACES), *(("after its group", e) for e in (ZeroDivisionError, KeyboardInterrupt))],
 )
-def test_removed_while_a_forward_is_under_way(when):
-    """That forward goes on as it began; with its end all of ours is gone."""
+def test_removed_while_a_forward_is_under_way(when, error):
+    """That forward goes on as it began, or fails; with its end all of ours is gone."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -158,52 +167,27 @@ def test_removed_while_a_forward_is_under_way(when):
             if handle is not None:
                 handle.remove()
                 assert not handle.installed
+            if error is not None:
+                raise error
 
-        place, register = {
-            "before its group": (model.blocks[2], "register_forward_pre_hook"),
-            "after its group": (model.blocks[2], "register_forward_hook"),
-            "inside of a group": (model.blocks[2].norm, "register_forward_hook"),
-            "in the model's own hook": (model, "register_forward_hook"),
-        }[when]
-        hook = getattr(place, register)(remove)
-        results += train(model, 1)
-        hook.remove()
-        assert on_blocks(model) == 0
-        assert not hooked()
-        return results + train(model, 1)
-
-    statistics, plain = both(program).statistics(), both(training(Net)).statistics()
-    assert statistics.passes == 2
-    assert statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2
-    assert statistics.host_bytes == 0
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_removed_in_a_forward_that_then_fails(error):
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        handle = offload(model)
-        results = train(model, 1)
-
-        def fail(*_: object) -> None:
-            if handle is not None:
-                handle.remove()
-            raise error
-
-        hook = model.blocks[2].register_forward_hook(fail)
-        other = model.register_forward_hook(lambda *_: None, always_call=True)
-        with pytest.raises(error):
-            model(batch())
-        hook.remove()
-        other.remove()
-        if handle is not None:
-            handle.remove()
+        hooks = [PLACES[when](model)(remove)]
+        if error is None:
+            results += train(model, 1)
+        else:
+            hooks.append(model.register_forward_hook(lambda *_: None, always_call=True))
+            with pytest.raises(error):
+                model(batch())
+        for hook in hooks:
+            hook.remove()
         results += train(model, 1)
         assert on_blocks(model) == 0
         assert not hooked()
         return results
 
-    assert both(program).statistics().host_bytes == 0
+    statistics, plain = both(program).statistics(), both(training(Net)).statistics()
+    assert statistics.host_bytes == 0
+    assert error is not None or statistics.passes == 2
+    assert error is not None or statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2
 
 
 def test_removed_by_another_thread_while_a_forward_is_under_way():

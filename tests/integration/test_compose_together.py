@@ -111,15 +111,13 @@ def test_checkpointing_and_compiled_blocks_under_autocast_with_accumulation(reen
 def test_accumulation_over_living_graphs_and_steps_inside_of_backward():
     """Two forwards, then one backward through both graphs; each weight steps once both have added to its gradient."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = adapted()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         stepping_in_backward(model)
         for k in range(STEPS):
             sum(model(batch(2 * k + j)).square().mean() for j in range(2)).backward()  # type: ignore[union-attr]
         return copies(model)
 
-    statistics = both(program).statistics()
+    statistics = both(training(adapted, loop)).statistics()
     assert statistics.passes == 2 * STEPS
     assert statistics.bytes_offloaded == statistics.bytes_reloaded > 2 * STEPS * OFFLOADED * STREAM
     assert statistics.reloaded_on_demand == 0
@@ -145,15 +143,13 @@ class Mixture(nn.Module):
 def test_experts_in_a_whole_model(how):
     """What the experts save is offloaded, and nothing of their weights."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mixture)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         if how.startswith("steps"):
             stepping_in_backward(model)
         results = list(losses(model, half=how == "autocast"))
         return results + (copies(model) if how.startswith("steps") else gradients(model))
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(Mixture), loop)).statistics()
     # Each token twice: the input of FC1, that of the gated activation, that of FC2.
     saved = 2 * ROWS * (WIDTH + 2 * WIDTH + WIDTH) * (2 if how == "autocast" else 4)
     assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * OFFLOADED * saved
@@ -175,14 +171,12 @@ def test_a_tensor_that_checkpointing_itself_refers_to_is_kept(how):
 
 
 def test_gradient_penalty_through_checkpointed_regions():
-    def program(offload: Offload) -> list[Tensor]:
-        model = checkpointing(Net(Mlp), reentrant=False)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         x = batch().requires_grad_()
         y = model(x)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         (slope.square().sum() + y.square().sum()).backward()
         return [x.grad, *gradients(model)]
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: checkpointing(Net(Mlp), reentrant=False), loop)).statistics()
     assert statistics.bytes_reloaded == 2 * statistics.bytes_offloaded == 2 * OFFLOADED * STREAM

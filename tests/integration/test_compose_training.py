@@ -62,9 +62,7 @@ def test_casts_of_weights_are_kept():
 def test_gradient_scaler(overflow):
     """Scaling, unscaling, clipping; a step that overflows is skipped and the scale falls, as without offload."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(dropping)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler(helpers.PLACE.type, init_scale=2.0**10, growth_interval=2)
         scales = []
@@ -83,7 +81,7 @@ def test_gradient_scaler(overflow):
             del loss
         return [torch.tensor(scales), *copies(model)]
 
-    assert both(program).statistics().passes == 4
+    assert both(training(lambda: Net(dropping), loop)).statistics().passes == 4
 
 
 # Loops
@@ -92,9 +90,7 @@ def test_gradient_scaler(overflow):
 @pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_accumulation_in_the_usual_loop_with_validation_between(make):
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(dropping)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         optimizer, results = make(model.parameters(), lr=1e-2), []
         for k in range(6):
             loss = model(batch(k)).square().mean() / 2
@@ -109,7 +105,7 @@ def test_accumulation_in_the_usual_loop_with_validation_between(make):
             del loss
         return results + copies(model)
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(dropping), loop)).statistics()
     assert statistics.passes == 6
     assert statistics.reloaded_on_demand == 0
 
@@ -117,9 +113,7 @@ def test_accumulation_in_the_usual_loop_with_validation_between(make):
 @pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), "together"])
 def test_several_forwards_before_their_backwards(order):
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(dropping)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         losses = [model(batch(k)).square().sum() for k in range(3)]
         if order == "together":
             sum(losses).backward()
@@ -128,7 +122,7 @@ def test_several_forwards_before_their_backwards(order):
                 losses[k].backward()
         return gradients(model)
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(dropping), loop)).statistics()
     assert statistics.passes == 3
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
@@ -137,9 +131,7 @@ def test_several_forwards_before_their_backwards(order):
 def test_steps_inside_of_backward():
     """Each parameter has an optimizer of its own, which steps as soon as the gradient is there, and frees it."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         stepping_in_backward(model)
         results = []
         for k in range(STEPS):
@@ -150,15 +142,13 @@ def test_steps_inside_of_backward():
         assert all(parameter.grad is None for parameter in model.parameters())
         return results + copies(model)
 
-    statistics = both(program).statistics()
+    statistics = both(training(Net, loop)).statistics()
     assert statistics.reloaded_on_demand == 0
 
 
 @pytest.mark.usefixtures("way")
 def test_a_weight_changed_before_its_backward_raises_as_without():
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         weight = model.blocks[0].out.weight
 
         @torch.no_grad()
@@ -170,7 +160,7 @@ def test_a_weight_changed_before_its_backward_raises_as_without():
             model(batch()).square().sum().backward()
         return copies(model)
 
-    both(program)
+    both(training(Net, loop))
 
 
 # Several backwards
@@ -179,15 +169,13 @@ def test_a_weight_changed_before_its_backward_raises_as_without():
 @pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_retained_graph(times):
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(dropping)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         loss = model(batch()).square().sum()
         for k in range(times):
             loss.backward(retain_graph=k + 1 < times)
         return gradients(model)
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(dropping), loop)).statistics()
     assert statistics.bytes_reloaded == times * statistics.bytes_offloaded
 
 
@@ -195,9 +183,7 @@ def test_a_retained_graph(times):
 def test_a_gradient_penalty():
     """A gradient with respect to the input, with a graph of its own, and the gradient of that."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         results = []
         for k in range(STEPS):
             x = batch(k).requires_grad_()
@@ -208,7 +194,7 @@ def test_a_gradient_penalty():
             del x, y, slope
         return results
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(Mlp), loop)).statistics()
     assert statistics.passes == STEPS
     assert statistics.bytes_reloaded >= 2 * statistics.bytes_offloaded
 
@@ -240,13 +226,11 @@ def test_a_second_loss_on_the_middle_of_the_model():
                     self.middle = F.softmax(x, dim=-1).square().sum()
             return self.head(x)
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Middle()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         y = model(batch())
         model.middle.backward(retain_graph=True)
         del model.middle
         y.square().sum().backward()
         return gradients(model)
 
-    both(program)
+    both(training(lambda: Middle(), loop))

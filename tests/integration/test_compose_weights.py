@@ -56,9 +56,7 @@ def adapted() -> Net:
 def test_lora_on_frozen_weights(around):
     """No frozen weight is offloaded; `both` checks each copy."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = adapted()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         results = []
         for k in range(STEPS):
             with around():
@@ -68,7 +66,7 @@ def test_lora_on_frozen_weights(around):
             del y
         return results
 
-    statistics = both(program).statistics()
+    statistics = both(training(adapted, loop)).statistics()
     if around is contextlib.nullcontext:
         # Nothing before the first block's attention needs a gradient; from there on each linear saves its weight.
         assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
@@ -172,9 +170,7 @@ def test_parametrizations(how):
 def test_functional_call(kind):
     """Weights that are passed for one call are kept like those of the module, unless other operations made them."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         results = []
         for k in range(STEPS):
             scale = torch.full((), 0.9 + 0.1 * k, requires_grad=True)
@@ -194,7 +190,7 @@ def test_functional_call(kind):
             del y, weights
         return [result for result in results if result is not None]
 
-    statistics = both(program, watch=kind != "computed").statistics()
+    statistics = both(training(Net, loop), watch=kind != "computed").statistics()
     if kind != "computed":
         assert statistics.bytes_kept[Reason.LEAF if kind == "leaves" else Reason.PARAMETER] > STEPS * 4 * WIDTH * WIDTH
     assert statistics.passes == STEPS
@@ -214,16 +210,14 @@ def test_transforms_of_functions_offload_nothing_and_warn():
 
 
 def test_vmap_over_the_model():
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         results = []
         for k in range(STEPS):
             torch.vmap(model)(torch.stack([batch(k), batch(k + 1)])).square().sum().backward()
             results += gradients(model)
         return results
 
-    statistics = both(program).statistics()
+    statistics = both(training(lambda: Net(Mlp), loop)).statistics()
     assert statistics.bytes_offloaded == statistics.bytes_reloaded
     assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 2 * 2 * STREAM
 
@@ -234,9 +228,7 @@ def test_vmap_over_the_model():
 def test_forward_mode(how):
     """A directional derivative in forward mode, and the gradient of it."""
 
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        offload(model)
+    def loop(model: Net) -> list[Tensor]:
         results = []
         for k in range(STEPS):
             if how == "dual numbers":
@@ -250,7 +242,7 @@ def test_forward_mode(how):
         return results + train(model)
 
     if how == "dual numbers":
-        assert both(program).statistics().passes == 2 * STEPS
+        assert both(training(lambda: Net(Mlp), loop)).statistics().passes == 2 * STEPS
     else:
         with pytest.warns(UserWarning, match=r"torch\.func\.grad, jvp and other transforms"):
-            assert both(program).statistics().passes == STEPS
+            assert both(training(lambda: Net(Mlp), loop)).statistics().passes == STEPS

@@ -138,13 +138,13 @@ def train(
     return found
 
 
-def training(make: Callable[[], nn.Module], **options: Any) -> Program:
-    """Return the program that makes a model, offloads it and trains it."""
+def training(make: Callable[[], nn.Module], loop: Callable[[Any], Sequence[Tensor]] = train, **options: Any) -> Program:
+    """Return the program that makes a model, offloads it and runs a training loop."""
 
-    def program(offload: Offload) -> list[Tensor]:
+    def program(offload: Offload) -> Sequence[Tensor]:
         model = make()
         offload(model, **options)
-        return train(model)
+        return loop(model)
 
     return program
 

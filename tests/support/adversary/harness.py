@@ -84,7 +84,7 @@ class Run:
         self.passes: dict[int, Pass] = {}
         self.seen: list[Tensor] = []
         self.failing = False
-        # State that the layers of one pass share, see Surroundings.
+        # What the layers of one pass share apart from inputs and outputs, and how many `part` operations it had.
         self.state: dict[str, Tensor] = {}
         self.parts = 0
         self._build()
@@ -125,7 +125,7 @@ class Run:
         """Return the number of passes of a program, or None if it is not known."""
         return sum(isinstance(step, Forward | Validate) for step in program.steps)
 
-    # Surroundings of a layer
+    # What layers call
 
     @contextmanager
     def _on_side(self, join: bool) -> Iterator[None]:
@@ -141,19 +141,23 @@ class Run:
                 device.wait(main, device.record(self._side))
 
     def side(self, *, join: bool) -> AbstractContextManager[None]:
+        """Run a ``with`` block on a side stream; with `join`, the current stream waits for it at the end."""
         return nullcontext() if self.device is None else self._on_side(join)
 
     def made(self, tensor: Tensor) -> Tensor:
+        """Record that the current stream has written a new tensor."""
         if self.device is not None:
             self.device.produced(tensor)
         return tensor
 
     def read(self, tensor: Tensor) -> None:
+        """Record that the current stream reads an existing tensor."""
         # The program itself orders accesses to what is not saved for backward, or only by autograd.
         if self.device is not None and torch.is_grad_enabled() and actoffload.is_cpu_offload_enabled():
             self.device.saved(tensor, self.device.current_stream(self.device.place(tensor)))
 
     def crossing(self) -> None:
+        """Order all streams, as a copy between devices does."""
         if self.device is not None:
             self.device.barrier()
 

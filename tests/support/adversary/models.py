@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,39 +12,15 @@ from wrappers import Scaled, Uses
 
 import actoffload
 
-__all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "Surroundings", "weights"]
+__all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "weights"]
 
 ROWS, WIDTH = 8, 32
 LEAST = 32
 """Smallest number of elements of a tensor that is offloaded while these models run."""
 
 
-class Surroundings(Protocol):
-    """The interface of a run that its layers use."""
-
-    state: dict[str, Tensor]
-    """Tensors that the layers of one pass share apart from their inputs and outputs."""
-
-    parts: int
-    """Number of `part` operations so far in this pass."""
-
-    def side(self, *, join: bool) -> Any:
-        """Run a ``with`` block on a side stream; with `join`, the current stream waits for it at the end."""
-
-    def made(self, tensor: Tensor) -> Tensor:
-        """Record that the current stream has written a new tensor."""
-
-    def read(self, tensor: Tensor) -> None:
-        """Record that the current stream reads an existing tensor."""
-
-    def crossing(self) -> None:
-        """Order all streams, as a copy between devices does."""
-
-    def maybe_fail(self) -> None:
-        """Raise if this backward is one that fails."""
-
-
-Layer = Callable[[Surroundings, Tensor, Tensor], Tensor]
+Layer = Callable[[Any, Tensor, Tensor], Tensor]
+"""Takes a run (see `harness.Run`), an input and a weight."""
 
 
 class _Fused(torch.autograd.Function):
@@ -86,7 +62,7 @@ class _Bits(torch.autograd.Function):
 
 class _Fail(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, env: Surroundings) -> Tensor:
+    def forward(ctx: Any, x: Tensor, env: Any) -> Tensor:
         ctx.env = env
         ctx.save_for_backward(x * 2.0)
         return x * 1.0
@@ -98,60 +74,60 @@ class _Fail(torch.autograd.Function):
         return grad + 0 * doubled, None
 
 
-def _linear(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _linear(env: Any, x: Tensor, w: Tensor) -> Tensor:
     return relu(x @ w)
 
 
-def _norm(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _norm(env: Any, x: Tensor, w: Tensor) -> Tensor:
     return layer_norm(x @ w, (WIDTH,)).tanh()
 
 
-def _chunk(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _chunk(env: Any, x: Tensor, w: Tensor) -> Tensor:
     a, b = torch.cat([x @ w, x], dim=-1).chunk(2, dim=-1)
     return a * b.sigmoid() + b * b
 
 
-def _transpose(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _transpose(env: Any, x: Tensor, w: Tensor) -> Tensor:
     t = (x @ w).t()
     return (t * t.contiguous()).t() * x
 
 
-def _expand(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _expand(env: Any, x: Tensor, w: Tensor) -> Tensor:
     mean = x.mean(0, keepdim=True).expand(ROWS, -1)  # few distinct elements: kept
     wide = (x @ w).unsqueeze(0).expand(3, -1, -1)  # each element three times
     return (wide * wide.cos()).sum(0) * mean
 
 
-def _complex(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _complex(env: Any, x: Tensor, w: Tensor) -> Tensor:
     z = torch.view_as_complex((x @ w).view(ROWS, WIDTH // 2, 2))
     return torch.view_as_real(z * z.conj() + z * z).reshape(ROWS, WIDTH) * 0.1
 
 
-def _overlap(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _overlap(env: Any, x: Tensor, w: Tensor) -> Tensor:
     h = x @ w
     top, bottom, window = h[:6], h[2:], h.as_strided((14, WIDTH), (WIDTH // 2, 1))
     y = top * bottom
     return torch.cat([y, y[:2]]) + (window * window).sum(0)
 
 
-def _columns(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _columns(env: Any, x: Tensor, w: Tensor) -> Tensor:
     h = x @ torch.cat([w, w, w, w], dim=1)
     a, b = h[:, 3:9], h[:, 70:76]  # 5 % of each row
     return x + (a * b).sum(1, keepdim=True)
 
 
-def _qkv(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _qkv(env: Any, x: Tensor, w: Tensor) -> Tensor:
     q, k, v = (x @ torch.cat([w, w * 2, w * 3], dim=1)).split(WIDTH, dim=1)
     return (q * k).softmax(1) * v
 
 
-def _first(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _first(env: Any, x: Tensor, w: Tensor) -> Tensor:
     """Use the tensor that the first such layer of the pass created, in each of them."""
     shared = env.state.setdefault("shared", x @ w)
     return x * shared + shared.t().reshape(ROWS, WIDTH).sin()
 
 
-def _part(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _part(env: Any, x: Tensor, w: Tensor) -> Tensor:
     """Save a different part of one storage in each layer."""
     wide = env.state.setdefault("wide", torch.cat([x @ w] * 4, dim=1))
     start = WIDTH * (env.parts % 4)
@@ -159,38 +135,38 @@ def _part(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     return x * wide[:, start : start + WIDTH]
 
 
-def _inplace(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _inplace(env: Any, x: Tensor, w: Tensor) -> Tensor:
     h = x @ w
     actoffload.start_offload(h)
     h.add_(1.0).relu_()
     return h * h.sigmoid()
 
 
-def _marked(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _marked(env: Any, x: Tensor, w: Tensor) -> Tensor:
     h = x @ w
     actoffload.mark_not_offload(h)
     return h * h.cos()
 
 
-def _fused(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _fused(env: Any, x: Tensor, w: Tensor) -> Tensor:
     return _Fused.apply(x, w)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _bits(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _bits(env: Any, x: Tensor, w: Tensor) -> Tensor:
     return _Bits.apply(x @ w)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _failing(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _failing(env: Any, x: Tensor, w: Tensor) -> Tensor:
     return _Fail.apply(x @ w, env).cos() * x  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _compound(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _compound(env: Any, x: Tensor, w: Tensor) -> Tensor:
     """Save values of eight bits with a scale that is too small to leave."""
     h = x @ w
     return Uses.apply(x, [], Scaled.of(h)) * Uses.apply(h, [], Scaled.of(h))  # type: ignore[no-untyped-call]
 
 
-def _side(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _side(env: Any, x: Tensor, w: Tensor) -> Tensor:
     h = env.made((x @ w).tanh())
     with env.side(join=True):
         g = env.made(h.sigmoid()) * h
@@ -198,7 +174,7 @@ def _side(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     return g * h
 
 
-def _fork(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _fork(env: Any, x: Tensor, w: Tensor) -> Tensor:
     """Start a branch on a side stream that saves memory of this stream; the end of the forward joins it."""
     y = x.sin()
     h = env.made(y @ w)
@@ -210,7 +186,7 @@ def _fork(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     return y * y
 
 
-def _double(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+def _double(env: Any, x: Tensor, w: Tensor) -> Tensor:
     env.crossing()
     y = (x @ w).double()
     y = y * y.tanh()
