@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import designs
@@ -21,12 +22,11 @@ from actoffload.model.discovery import (
     ENOUGH,
     MODULE,
     Measured,
-    Measurement,
     choose_groups,
-    coverage,
     coverage_warning,
+    measure,
 )
-from actoffload.model.select import Names, choose, choose_kept
+from actoffload.model.select import Names, choose, choose_kept, find_stacks
 
 
 def candidates(model, named=(), kept=()):
@@ -48,34 +48,35 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
 # Candidates
 
 
-def test_repeated_blocks_are_followed_as_a_whole_and_all_else_module_by_module():
-    model = Parts(lm=language_model(), vision=Block())
+def stages(part: Callable[[], nn.Module]) -> Parts:
+    return Parts(stages=nn.ModuleList(Parts(part=part()) for _ in range(4)))
+
+
+TWO = language_model(2)
+INSIDE = [f"layers.{k}{name}" for k in range(2) for name in ("", *(f".{n}" for n, _ in Block().named_modules() if n))]
+
+
+@pytest.mark.parametrize(
+    ("model", "want"),
+    [
+        # Repeated blocks are followed as a whole, all else module by module; if there are few, they can be divided.
+        (Parts(lm=language_model(), vision=Mlp()),
+         ["lm", "lm.embed", *(f"lm.{name}" for name in LAYERS), "lm.head", "vision", "vision.up", "vision.down"]),
+        (TWO, ["embed", *INSIDE, "head"]),
+        # So can blocks that hold lists; an MLP in a Sequential is none.
+        (stages(lambda: nn.ModuleList([Mlp()])),
+         [f"stages.{k}{name}" for k in range(4) for name in ("", ".part.0", ".part.0.up", ".part.0.down")]),
+        (stages(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())), [f"stages.{k}" for k in range(4)]),
+        (Parts(a=Parts(b=nn.Linear(2, 2)), c=nn.ReLU()), ["a", "a.b", "c"]),
+        (nn.Linear(2, 2), []),
+    ],
+)  # fmt: skip
+def test_candidates(model, want):
     followed = candidates(model)
-    blocks_of_it = [f"lm.{name}" for name in LAYERS]
-    inside = [f"vision.{name}" for name, _ in Block().named_modules() if name]
-    assert names(followed) == ["lm", "lm.embed", *blocks_of_it, "lm.head", "vision", *inside]
-    assert [of.name for of in followed if of.kind == BLOCK] == blocks_of_it
-    assert {of.kind for of in followed} == {BLOCK, MODULE}
-
-
-def test_blocks_of_which_there_are_few_can_be_divided():
-    assert "layers.1.mlp.up" in names(candidates(language_model(2)))
-    assert "layers.1.mlp.up" not in names(candidates(language_model(3)))
-
-
-def test_blocks_that_hold_lists_can_be_divided():
-    model = Parts(stages=nn.ModuleList(Parts(inner=nn.ModuleList([Mlp()])) for _ in range(4)))
-    assert "stages.3.inner.0.up" in names(candidates(model))
-
-
-def test_blocks_that_hold_an_mlp_as_a_list_are_followed_as_a_whole():
-    model = Parts(stages=nn.ModuleList(Parts(mlp=nn.Sequential(nn.Linear(4, 4), nn.GELU())) for _ in range(4)))
-    assert [name for name in names(candidates(model)) if name.startswith("stages")] == [f"stages.{k}" for k in range(4)]
-
-
-def test_without_a_list_all_modules_are_candidates():
-    assert names(candidates(Parts(a=Parts(b=nn.Linear(2, 2)), c=nn.ReLU()))) == ["a", "a.b", "c"]
-    assert candidates(nn.Linear(2, 2)) == ()
+    assert names(followed) == want
+    repeated = {block for stack in find_stacks(model) for block in stack}
+    assert {of.name for of in followed if of.kind == BLOCK} == {of.name for of in followed if of.module in repeated}
+    assert {of.kind for of in followed} <= {BLOCK, MODULE}
 
 
 def test_nothing_in_compiled_modules_is_followed_but_blocks():
@@ -123,38 +124,21 @@ def test_named_modules_keep_their_kinds_and_blocks_remain_blocks():
 # The measurement
 
 
-def chosen_modules(*of: str):
-    return candidates(Parts(**{name: nn.Linear(1, 1) for name in of}))
-
-
-def test_a_module_that_runs_in_several_others_is_inside_of_what_is_around_all_of_them():
-    measurement = Measurement()
-    for name, around in [
-        ("a", []),
-        ("b", ["a"]),
-        ("d", ["a", "b"]),
-        ("c", ["a"]),
-        ("d", ["a", "c"]),
-        ("e", ["a", "c"]),
-    ]:
-        measurement.called(name, around)
-        measurement.add(name, 10)
-    measurement.add(None, 5)
-    found = measurement.modules(chosen_modules(*"abcde"))
-    assert [(of.name, of.parent, of.saved) for of in found] == [
-        ("a", None, 10), ("b", "a", 10), ("d", "a", 20), ("c", "a", 10), ("e", "c", 10),
-    ]  # fmt: skip
-    assert measurement.outside == 5
-
-
-def test_a_module_that_calls_itself():
-    measurement = Measurement()
-    measurement.called("a", [])
-    measurement.called("b", ["a"])
-    measurement.called("a", ["a", "b"])
-    measurement.add("a", 7)
-    found = measurement.modules(chosen_modules("a", "b"))
-    assert [(of.name, of.parent, of.saved) for of in found] == [("a", None, 7), ("b", "a", 0)]
+@pytest.mark.parametrize(
+    ("calls", "want"),
+    [
+        # A module that runs in several others is inside of what is around all of them.
+        (["a", "ab", "abd", "ac", "acd", "ace"],
+         {"a": (None, 10), "b": ("a", 10), "d": ("a", 20), "c": ("a", 10), "e": ("c", 10)}),
+        # One that calls itself is around itself.
+        (["a", "ab", "aba"], {"a": (None, 20), "b": ("a", 10)}),
+    ],
+)  # fmt: skip
+def test_which_module_is_inside_of_which(calls, want):
+    chosen = {each.name: each for each in candidates(Parts(**{name: nn.Linear(1, 1) for name in "abcde"}))}
+    found = measure((chosen[call[-1]], list(call[:-1]), 10) for call in calls)
+    assert {each.name: (each.parent, each.saved) for each in found} == want
+    assert [each.name for each in found] == list(want)
 
 
 def test_a_shared_module_is_a_group_of_its_own():
@@ -164,7 +148,7 @@ def test_a_shared_module_is_a_group_of_its_own():
 
     model = Shared(first=designs.FeedForward(8), shared=designs.FeedForward(8), second=designs.FeedForward(8))
     x = torch.randn(64, 8)
-    groups, _ = default_groups(lambda: model(x), model)
+    groups = default_groups(lambda: model(x), model)
     assert share_in(lambda: model(x), model, groups) >= ENOUGH
     assert {name.partition(".")[0] for name in names(groups)} == {"first", "shared", "second"}
 
@@ -200,7 +184,7 @@ def test_named_modules_are_groups():
 
 
 def stage(name: str, inner: int, own: int = 0, number: int = 4) -> list[Measured]:
-    return [Measured(name, own), *(Measured(f"{name}.{k}", inner, name) for k in range(number))]
+    return [Measured(name, own), *(Measured(f"{name}.{k}", inner, (name,)) for k in range(number))]
 
 
 def test_a_large_module_is_divided_into_the_modules_inside_of_it():
@@ -225,7 +209,7 @@ def test_modules_that_are_alike_are_kept_whole_however_large_they_are():
 
 
 def test_modules_that_hold_blocks_are_divided_although_they_are_small():
-    tower = [Measured("tower", 1), *(block(f"tower.{k}", 2, parent="tower") for k in range(6))]
+    tower = [Measured("tower", 1), *(block(f"tower.{k}", 2, around=("tower",)) for k in range(6))]
     rest = [Measured(f"m{k}", 20) for k in range(6)]
     assert choose_groups([*tower, *rest])[:6] == tuple(f"tower.{k}" for k in range(6))
 
@@ -236,7 +220,7 @@ def test_a_large_repeated_block_is_not_divided_into_its_parts():
     def unet(largest: int) -> list[Measured]:
         sizes = (8, 6, 4, 3, 2, 1, 3, 5, 9, largest)
         blocks = [block(f"b{k}", 0) for k in range(len(sizes))]
-        parts = [[Measured(f"b{k}.{j}", 10 * size, f"b{k}") for j in range(5)] for k, size in enumerate(sizes)]
+        parts = [[Measured(f"b{k}.{j}", 10 * size, (f"b{k}",)) for j in range(5)] for k, size in enumerate(sizes)]
         return [of for each, inside in zip(blocks, parts, strict=True) for of in (each, *inside)]
 
     whole = tuple(f"b{k}" for k in range(10))
@@ -245,13 +229,15 @@ def test_a_large_repeated_block_is_not_divided_into_its_parts():
 
 
 def test_there_are_four_groups_if_modules_can_be_divided_further():
-    halves = [Measured("root", 0), *(Measured(f"leaf{k}", 1, "root") for k in range(7)), Measured("x", 100)]
+    halves = [Measured("root", 0), *(Measured(f"leaf{k}", 1, ("root",)) for k in range(7)), Measured("x", 100)]
     assert len(choose_groups(halves)) >= 4
 
 
 def test_very_small_modules_belong_to_what_is_around_them():
-    tiny = [Measured(f"large.norm{k}", 1, "large") for k in range(3)]
-    found = choose_groups([Measured("large", 3000), *(Measured(f"large.{k}", 1000, "large") for k in range(9)), *tiny])
+    tiny = [Measured(f"large.norm{k}", 1, ("large",)) for k in range(3)]
+    found = choose_groups(
+        [Measured("large", 3000), *(Measured(f"large.{k}", 1000, ("large",)) for k in range(9)), *tiny]
+    )
     assert "large" in found
     assert not any("norm" in name for name in found)
 
@@ -280,7 +266,7 @@ def forwards(draw):
         Measured(
             f"m{k}",
             draw(saved),
-            None if parents[k] is None else f"m{parents[k]}",
+            () if parents[k] is None else (f"m{parents[k]}",),
             draw(st.sampled_from("AB")),
             draw(st.booleans()),
         )
@@ -321,19 +307,14 @@ def test_the_choice_depends_on_shares_only(modules, factor):
     assert choose_groups(larger) == choose_groups(modules)
 
 
-def test_coverage():
-    assert coverage(1, 4) == 0.25
-    assert coverage(0, 0) == 1.0
-
-
-def test_where_the_model_saves_most_itself_no_module_is_named():
+def test_a_model_that_saves_most_itself_is_warned_about():
     modules = [Measured(f"layers.{k}", 10, block=True) for k in range(4)]
     groups = choose_groups(modules, 60)
     warning = coverage_warning("Net", modules, groups, 60)
     assert "cover 40%" in warning
     assert "the model's own forward" in warning
-    assert "Move" not in warning  # which would not help where gradients are taken, or weights sampled
     assert coverage_warning("Net", modules, groups, 40) is None
+    assert coverage_warning("Net", [], (), 0) is None
 
 
 class Direct(Parts):

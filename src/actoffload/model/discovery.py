@@ -3,7 +3,7 @@
 [Note: groups from measurement]
 The first forward that builds a graph follows every module of the model (`candidates`), except what lies inside of
 repeated or compiled blocks.  Where an inner module runs, the outer one is suspended, so each saved byte belongs to the
-innermost followed module.  A `Measurement` collects these bytes, and which module ran inside of which: calls count, not
+innermost followed module.  `measure` collects these bytes, and which module ran inside of which: calls count, not
 names, because a forward may call the children of a module that it never calls itself.  `choose_groups` then walks from
 the outermost modules inwards:
 
@@ -22,6 +22,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch.jit import ScriptModule
@@ -48,7 +49,6 @@ __all__ = [
     "BLOCK",
     "MODULE",
     "Measured",
-    "Measurement",
     "bypass_warning",
     "candidates",
     "choose_groups",
@@ -56,6 +56,7 @@ __all__ = [
     "coverage_warning",
     "find_groups",
     "followed_modules",
+    "measure",
 ]
 
 
@@ -165,60 +166,42 @@ def _holds_blocks(module: Module) -> bool:
 # In the first forward
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
     """What one followed module saved in a forward, in bytes, those inside of it excluded."""
 
     name: str
     saved: int
-    parent: str | None = None  # the followed module inside of which it ran each time
+    around: tuple[str, ...] = ()  # the followed modules inside of which it ran each time, outermost first
     type: object = None
     block: bool = False
 
-
-class Measurement:
-    """What the followed modules save in one forward, and which of them runs inside of which."""
-
-    def __init__(self) -> None:
-        self.outside = 0  # bytes saved by no followed module
-        self._saved: dict[str, int] = {}
-        self._around: dict[str, tuple[str, ...]] = {}
-
-    def called(self, name: str, around: Sequence[str]) -> None:
-        """Note a call of a module inside of the calls of others that are in progress, outermost first."""
-        before = self._around.get(name)
-        self._saved.setdefault(name, 0)
-        # [guard: module that runs in several others]
-        self._around[name] = tuple(around) if before is None else _common(before, around)
-
-    def add(self, name: str | None, nbytes: int) -> None:
-        """Add bytes that were saved in a module itself, or, for None, outside of all followed ones."""
-        if name is None:
-            self.outside += nbytes
-        else:
-            self._saved[name] += nbytes
-
-    def modules(self, followed: Iterable[Chosen]) -> tuple[Measured, ...]:
-        """Return the modules that ran, in the order of their first calls."""
-        chosen = {candidate.name: candidate for candidate in followed}
-        return tuple(
-            Measured(
-                name,
-                nbytes,
-                self._around[name][-1] if self._around[name] else None,
-                block_type(chosen[name].module),
-                # Leaves in a Sequential repeat too, but they are no reason to divide the module around them.
-                chosen[name].kind == BLOCK and bool(children(unwrap(chosen[name].module))),
-            )
-            for name, nbytes in self._saved.items()
-        )
+    @property
+    def parent(self) -> str | None:
+        """The innermost module around it."""
+        return self.around[-1] if self.around else None
 
 
-def _common(before: tuple[str, ...], now: Sequence[str]) -> tuple[str, ...]:
-    same = 0
-    while same < min(len(before), len(now)) and before[same] == now[same]:
-        same += 1
-    return before[:same]
+def measure(calls: Iterable[tuple[Chosen | FollowedModule, Sequence[str], int]]) -> list[Measured]:
+    """Return the modules that ran, in the order of their first calls.
+
+    Parameters
+    ----------
+    calls : iterable of tuple
+        For each stretch of a call between those of others: the module, the names of the modules in whose calls it ran,
+        outermost first, and the bytes that it saved itself.
+    """
+    found: dict[str, Measured] = {}
+    for followed, around, nbytes in calls:
+        if followed.name not in found:
+            # Leaves in a Sequential repeat too, but they are no reason to divide the module around them.
+            block = followed.kind == BLOCK and bool(children(unwrap(followed.module)))
+            found[followed.name] = Measured(followed.name, 0, tuple(around), block_type(followed.module), block)
+        measured = found[followed.name]
+        measured.saved += nbytes
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(measured.around, around, strict=False))
+        measured.around = tuple(name for name, _ in same)  # [guard: module that runs in several others]
+    return list(found.values())
 
 
 # After it

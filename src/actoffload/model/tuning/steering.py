@@ -21,10 +21,9 @@ from ...replay import Policy, names_of, saving
 from ...report.groups import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Do, Roles
-from ..discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
+from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
 from ..reporting import LatestPass, PassLog, group_names
-from ..select import Chosen
 
 __all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
 
@@ -289,27 +288,26 @@ class Finder:
         return self._then, partial(unfollow, dropped)
 
     def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
-        measured = Measurement()
-        names = [self._groups[key.group].name for key in sequence]
-        of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
-        for (_, around), name, (layer, row) in zip(stretches, names, latest.statistics.groups, strict=True):
-            measured.called(name, [of_call[each] for each in around])
-            measured.add(name, row.activation_bytes + layer.remade_bytes)
+        groups = [self._groups[key.group] for key in sequence]
+        rows = latest.statistics.groups
+        of_call = {stretch.call: group.name for stretch, group in zip(stretches, groups, strict=True)}
+        modules = measure(
+            (group, [of_call[call] for call in around], row.activation_bytes + layer.remade_bytes)
+            for group, (_, around), (layer, row) in zip(groups, stretches, rows, strict=True)
+        )
         others: dict[Reason, tuple[int, int]] = {
             reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
         }
-        measured.add(None, GroupReport("outside", kept=others).activation_bytes)
-        followed = [Chosen(group.name, group.module, group.kind) for group in self._groups if group.ref() is not None]
-        modules = measured.modules(followed)
+        outside = GroupReport("outside", kept=others).activation_bytes
         named = {group.name for group in self._groups if group.kind not in (BLOCK, MODULE)}
-        chosen = {*choose_groups(modules, measured.outside, named)}
+        chosen = {*choose_groups(modules, outside, named)}
         blocks = {group.name for group in self._groups if group.kind == BLOCK}
         if chosen & blocks:  # a block that was skipped, or dropped its path, saves something another time
-            ran = {name for name, (layer, _) in zip(names, latest.statistics.groups, strict=True) if layer.no_graph}
+            ran = {group.name for group, (layer, _) in zip(groups, rows, strict=True) if layer.no_graph}
             chosen |= blocks - ran
         root = self._root()
         title = "model" if root is None else type(root).__name__
-        warning = coverage_warning(title, modules, chosen, measured.outside)
+        warning = coverage_warning(title, modules, chosen, outside)
         if warning is not None and not self._skipped:  # about which there may be a warning of their own
             warn(warning)
         return chosen
