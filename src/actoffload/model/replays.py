@@ -398,49 +398,46 @@ class OperatorTimes:
 
         Groups with the same operators and sizes take the same time: the median of those that were timed.
         """
-        elapsed = self._backend.elapsed
         found: dict[int, list[OperatorCost]] = {}
         alike: dict[Hashable, list[int]] = {}
         for group, (program, _) in self._known.items():
             alike.setdefault(_work_of(program), []).append(group)
         for groups in alike.values():
-            program, _ = self._known[groups[0]]
-            place = {number: k for k, number in enumerate(program.steps)}
-            saved = {entry.value for entry in program.trace.entries}
-            timed = [times for group in groups if (times := self._known[group][1])]
-            costs = []
-            if not timed:
-                continue
-            for k, step in enumerate(program.steps.values()):
-                seconds = median(elapsed(*[*times.values()][k]) for times in timed)
-                sizes = tuple(
-                    program.trace.values[value].nbytes
-                    for _, value in step.made
-                    if value in saved and program.trace.values[value].nbytes >= program.min_bytes
-                )
-                makers = {program.trace.values[value].maker for value in step.reads if value not in program.sources}
-                unsaved = {
-                    program.trace.values[value].maker
-                    for value in step.reads
-                    if value not in program.sources and value not in saved
-                }
-                kept = 0
-                if step.reads and all(isinstance(program.sources.get(value), Weight) for value in step.reads):
-                    kept, sizes = sum(sizes), ()
-                returned = [value for _, value in step.made if value in program.trace.returned]
-                costs.append(
-                    OperatorCost(
-                        step.node.name,
-                        max(seconds, 0.0),
-                        sizes,
-                        reads=tuple(sorted(place[maker] for maker in makers if maker in place)),
-                        needed=any(value in program.dropped for _, value in step.made),
-                        returned=sum(program.trace.values[value].nbytes for value in returned),
-                        unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
-                        segment=step.node.segment,
-                        kept=kept,
-                        gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
-                    )
-                )
-            found.update(dict.fromkeys(groups, costs))
+            timed = [times.values() for group in groups if (times := self._known[group][1])]
+            if timed:
+                pairs_of_steps = zip(*timed, strict=True)
+                seconds = [median(self._backend.elapsed(*pair) for pair in pairs) for pairs in pairs_of_steps]
+                found.update(dict.fromkeys(groups, _operator_costs(self._known[groups[0]][0], seconds)))
         return found
+
+
+def _operator_costs(program: Program, seconds: Sequence[float]) -> list[OperatorCost]:
+    """Return the operators of a program, of which each takes some seconds."""
+    values, sources = program.trace.values, program.sources
+    saved = {entry.value for entry in program.trace.entries}
+    place = {number: k for k, number in enumerate(program.steps)}
+    costs = []
+    for step, own in zip(program.steps.values(), seconds, strict=True):
+        made, read = [value for _, value in step.made], [value for value in step.reads if value not in sources]
+        makers = {value: place[values[value].maker] for value in read if values[value].maker in place}
+        sizes = tuple(
+            values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
+        )
+        kept = 0
+        if step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads):
+            kept, sizes = sum(sizes), ()
+        costs.append(
+            OperatorCost(
+                step.node.name,
+                max(own, 0.0),
+                sizes,
+                reads=tuple(sorted({*makers.values()})),
+                needed=not program.dropped.isdisjoint(made),
+                returned=sum(values[value].nbytes for value in made if value in program.trace.returned),
+                unsaved=tuple(sorted({maker for value, maker in makers.items() if value not in saved})),
+                segment=step.node.segment,
+                kept=kept,
+                gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
+            )
+        )
+    return costs
