@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def step() -> None:
 
 
 def refused(call: Callable[[], object]) -> str:
-    with pytest.raises((TypeError, ValueError, OSError)) as caught:
+    with pytest.raises((TypeError, ValueError)) as caught:
         call()
     message = str(caught.value)
     assert message.endswith(".")
@@ -61,8 +60,6 @@ def refused(call: Callable[[], object]) -> str:
         ({"max_host_bytes": "9" * 400 + "GiB"}, "expected a number of bytes"),
         ({"memory_budget": LARGE}, f"memory_budget is {LARGE}; expected bytes"),
         ({"memory_budget": "9" * 400 + "GiB"}, "expected bytes"),
-        ({"plan": "no such file"}, "plan is 'no such file'; expected the path of a saved plan: No such file"),
-        ({"plan": str(Path(__file__).parent)}, "expected the path of a saved plan: Is a directory."),
     ],
 )
 def test_offload(options: dict[str, Any], expected: str):

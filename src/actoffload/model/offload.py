@@ -72,18 +72,17 @@ def offload(
         memory_budget=memory_budget,
     )
     by_hand = not (num_layers is None and fraction is None and max_inflight is None)
-    part = 1.0 if fraction is None else fraction
     if handle_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
     names = Names(module)
     if plan is not None:
-        plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
+        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
         layers = planned_modules(names, plan.names)
     chosen, kept, searching = find_groups(names, layers, keep, by_blocks=by_hand)
     kinds = [group.kind for group in chosen]
-    plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
+    plans = GroupPlans(GroupSchedule(num_layers, 1.0 if fraction is None else fraction, max_inflight), kinds)
     # The others are groups only if the first forward shows that they are needed.
     blocks = [GroupKey(k) for k, found in enumerate(chosen) if found.kind == BLOCK] if searching else []
     plans.learn(blocks)
@@ -111,16 +110,14 @@ def offload(
     ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
     log, groups = PassLog(), modules[1 : len(chosen) + 1]
-    if guessed:
-        log.first = partial(_check_number, plans)
-    elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
-        log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
     steering: Steering
     if isinstance(plan, GroupPlan):
         steering = ByPlan(groups, plans, log, plan, policies)
     elif by_hand or not engine.backend.times:
         because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
         steering = BySchedule(groups, plans, log, because, always)
+        if not always and (by_hand or not searching):
+            log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
     else:
         steering = Tuner(
             engine,
@@ -165,27 +162,6 @@ def check_arguments(*, layers: Any, num_layers: int | None, keep: Any, plan: Any
         if not isinstance(plan, (GroupPlan, str, PathLike)):
             raise TypeError(f"plan is {plan!r}; expected a GroupPlan, such as handle.plan, or the path of a saved one.")
     return checked
-
-
-def _loaded(path: str | PathLike[str]) -> GroupPlan:
-    """Return the plan in a file; an `OSError` says which argument names it."""
-    try:
-        return GroupPlan.load(Path(path))
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise type(error)(f"plan is {str(path)!r}; expected the path of a saved plan: {why}.") from None
-
-
-def _check_number(plans: GroupPlans) -> None:
-    """Warn if the first forward showed no more groups than are to be offloaded; one of each kind is always kept."""
-    number, kinds = plans.schedule.num_layers, plans.kinds(plans.order)
-    largest, kind = max((kinds.count(kind), kind) for kind in kinds)
-    if number is not None and number >= largest:
-        groups = f"{largest} group{'s' * (largest > 1)} of the kind {kind}"
-        warn(
-            f"num_layers is {number}, but the first forward showed {groups}, and the last has to stay: backward begins "
-            "with it. To offload more, choose with layers=... modules of which there are several of a kind."
-        )
 
 
 def _check_calls(plans: GroupPlans) -> None:
