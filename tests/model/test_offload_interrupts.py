@@ -12,18 +12,12 @@ import torch
 from helpers import no_gc, nothing_held
 from interrupts import SOURCES, interrupted
 from torch import nn
-from whole_model import Waves, call, data, equal, nothing_installed, offload, train
+from whole_model import Waves, call, data, equal, loop, nothing_installed, offload, train
 
 import actoffload
 
 FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch"))
 ANY = (str(SOURCES),)
-
-
-def loop(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    for block in model.blocks:
-        x = block(x)
-    return x
 
 
 def fails(module: nn.Module, args: Any) -> None:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
-import torch
 from helpers import nothing_held
-from torch import Tensor, nn
-from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, measured, offload, train
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, loop, measured, offload, train
 
 from actoffload.report import Reason
 
 SAVES = Wave.SAVES * UNIT
 
 
-def names(order: list[int]) -> tuple[str, ...]:
+def names(order: Iterable[int]) -> tuple[str, ...]:
     return tuple(f"blocks.{k}" for k in order)
-
-
-# A loop of the program's own
-
-
-def loop(model: nn.Module, x: Tensor) -> Tensor:
-    """Run the blocks as a pipeline stage does, without calling the model."""
-    for block in model.blocks:
-        x = block(x)
-    return x
 
 
 def test_a_loop_of_the_programs_own():
@@ -54,18 +43,6 @@ def test_a_loop_in_another_order_than_registered():
     assert statistics.passes == 1
     assert statistics.bytes_offloaded == 4 * SAVES
     assert statistics.reloaded_on_demand == 0
-
-
-def test_a_loop_with_work_of_its_own_between_the_blocks():
-    def run(model, x):
-        for block in model.blocks:
-            x = torch.sin(block(x)) * x
-        return x
-
-    _, statistics = agrees(Waves(6), run)
-    assert statistics.passes == 3
-    # What the loop itself saves is saved without hooks; what a block saves of it is offloaded all the same.
-    assert statistics.bytes_offloaded == 3 * 4 * SAVES
 
 
 @pytest.mark.parametrize("schedule", ["all forwards first", "1F1B", "interleaved stages"])
@@ -114,42 +91,31 @@ def test_pipelines(schedule):
         assert statistics.bytes_offloaded == 12 * 4 * SAVES
 
 
-def test_a_loop_that_is_left_early_while_its_graph_is_held():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_loop_that_is_left_early(at_once):
+    """Its graph is held: what comes next is another pass, whether its backward has run or not."""
     model = Waves(6)
     reference = copy.deepcopy(model)
     handle = offload(model)
+    train(model, loop)
     short = data()
     for block in model.blocks[:3]:
         short = block(short)
-    equal(train(model, loop), train(reference, loop))
-    short.sum().backward()
+    if at_once:
+        short.sum().backward()
+    before = handle.statistics().passes
     model.zero_grad()
+    equal(train(model, loop), train(reference, loop))
+    assert handle.statistics().passes > before
+    if not at_once:
+        short.sum().backward()
+        model.zero_grad()
     del short
     equal(train(model, loop), train(reference, loop))
     nothing_held(handle)
     statistics = measured(handle, lambda: loop(model, data()).sum().backward())
-    assert statistics.bytes_offloaded == 4 * SAVES
-
-
-def test_a_loop_that_is_left_early_and_runs_backward():
-    """Its output is held on to: what comes next is another pass all the same."""
-    model = Waves(6)
-    handle = offload(model)
-    for _ in range(2):
-        loop(model, data()).sum().backward()
-    short = data()
-    for block in model.blocks[:3]:
-        short = block(short)
-    short.sum().backward()
-    before = handle.statistics().passes
-    loop(model, data()).sum().backward()
-    assert handle.statistics().passes > before
-    del short
-    # That it ended early was learned as well, so a whole one takes two passes at first.
-    loop(model, data()).sum().backward()
-    statistics = measured(handle, lambda: loop(model, data()).sum().backward())
     assert (statistics.passes, statistics.bytes_offloaded) == (1, 4 * SAVES)
-    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+    assert handle.groups == names(range(6))
 
 
 def test_the_model_is_called_while_a_loop_is_half_way():
@@ -173,7 +139,7 @@ def test_the_model_is_called_while_a_loop_is_half_way():
     nothing_held(handle)
     model.zero_grad()
     assert measured(handle, lambda: model(data()).sum().backward()).passes == 1
-    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+    assert handle.groups == names(range(6))
 
 
 def test_the_model_and_a_loop_in_turns():

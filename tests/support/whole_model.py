@@ -139,6 +139,13 @@ def call(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
 
+def loop(model: nn.Module, x: Tensor) -> Tensor:
+    """Run the blocks as a pipeline stage does, without calling the model."""
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
 def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.report.Statistics:
     """Return the statistics of one step."""
     handle.reset_statistics()
