@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.nn import Module
+from transformers import TrainerCallback
 
 from .fit import FitCallback
 
 __all__ = ["OffloadCallback"]
 
 
-class OffloadCallback(FitCallback):
+class OffloadCallback(FitCallback, TrainerCallback):
     """Offload the model of a Hugging Face Trainer while it trains.
 
     Works with ``transformers.Trainer`` and the trainers of TRL, which derive from it.  Every rank offloads its own
@@ -37,15 +38,11 @@ class OffloadCallback(FitCallback):
 
     Raises
     ------
-    ImportError
-        If Transformers is not installed.
     TypeError
         If an argument is not one of `actoffload.offload`.
     """
 
-    bases: ClassVar[tuple[tuple[str, str], ...]] = (("transformers", "TrainerCallback"),)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Module, **_: Any) -> None:  # type: ignore[override]
         """Offload the model."""
         self._begin(model)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from torch.nn import Module
 
@@ -11,8 +14,12 @@ from .fit import FitCallback
 
 __all__ = ["LightningOffloadCallback"]
 
+# A program may have two names of one framework installed; it imported the one that it uses.
+_old_name = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
+Callback: Any = import_module("pytorch_lightning" if _old_name else "lightning.pytorch").Callback
 
-class LightningOffloadCallback(FitCallback):
+
+class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
     """Offload a LightningModule while it is fitted.
 
     Every rank offloads its own module at the start of ``fit()`` and removes the handle at its end, also after an
@@ -42,19 +49,12 @@ class LightningOffloadCallback(FitCallback):
 
     Raises
     ------
-    ImportError
-        If Lightning is not installed.
     TypeError
         If an argument is not one of `actoffload.offload`.
     ValueError
         At the start of ``fit()``, if the LightningModule has no such module, or if several children have parameters
         and it has no ``forward``.
     """
-
-    bases: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("lightning.pytorch", "Callback"),
-        ("pytorch_lightning", "Callback"),
-    )
 
     def __init__(
         self,
@@ -72,7 +72,14 @@ class LightningOffloadCallback(FitCallback):
     def _chosen(self, whole: Module) -> Module:
         """Return the module to offload."""
         if self.module is not None:
-            return self._named(whole, self.module)
+            try:
+                return whole.get_submodule(self.module)
+            except AttributeError:
+                there = ", ".join(name for name, _ in whole.named_children())
+                raise ValueError(
+                    f"module is {self.module!r}, which {type(whole).__name__} does not have; its children are {there}. "
+                    "Pass the name of the one that training_step calls."
+                ) from None
         children = {name: child for name, child in whole.named_children() if any(True for _ in child.parameters())}
         if len(children) == 1:
             return next(iter(children.values()))
@@ -83,17 +90,6 @@ class LightningOffloadCallback(FitCallback):
                 f'the name of the one that training_step calls, as LightningOffloadCallback("{names[0]}").'
             )
         return whole
-
-    @staticmethod
-    def _named(whole: Module, name: str) -> Module:
-        try:
-            return whole.get_submodule(name)
-        except AttributeError:
-            there = ", ".join(name for name, _ in whole.named_children())
-            raise ValueError(
-                f"module is {name!r}, which {type(whole).__name__} does not have; its children are {there}. Pass the "
-                "name of the one that training_step calls."
-            ) from None
 
     def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
         """Offload the module."""
