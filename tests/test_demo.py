@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from actoffload.demo import PART, demo
+from actoffload.__main__ import PART, demo
 from actoffload.device import ReferenceDevice
 
 

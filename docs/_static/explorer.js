@@ -219,7 +219,7 @@ const Explorer = (() => {
       "aria-label": summary }, box);
     const hatch = element("pattern", { id: "explorer-hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse",
       patternTransform: "rotate(45)" }, element("defs", {}, svg));
-    element("line", { x1: 0, x2: 0, y1: 0, y2: 4, class: "hatch" }, hatch);
+    element("line", { x1: 2, x2: 2, y1: 0, y2: 4, class: "hatch" }, hatch);
     LANES.forEach(([name, kinds], row) => {
       const y = top + row * lane;
       element("text", { x: left - 8, y: y + 18, "text-anchor": "end" }, svg, name);

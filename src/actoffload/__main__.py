@@ -4,9 +4,132 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from .demo import demo
+import torch
+from torch import nn
+
+from ._text import size
+from .device import ReferenceDevice, use
 from .machine import measure_machine
+from .measure import MemoryMeter
+from .model import offload
+
+PART = 0.6  # of the peak of plain training, to which the device is limited
+PASSES, TIMED = 6, 3  # steps until the plan stands, and steps that are timed
+
+
+class _Block(nn.Module):
+    """A gated block with a residual, as language models have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return result
+
+
+def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
+    """Train a model plainly, limit the device so that this fails, and train it with `offload`.
+
+    Runs on the accelerator if there is one.  On a CPU, which plays the device, the limit is simulated.
+
+    Parameters
+    ----------
+    write : callable
+        Called with each line of text.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    place = accelerator or torch.device("cpu")
+    blocks, width, tokens, dtype = (12, 2048, 8192, torch.bfloat16) if accelerator else (6, 64, 1024, torch.float32)
+    module: Any = getattr(torch, place.type)
+    name = module.get_device_name() if accelerator is not None and hasattr(module, "get_device_name") else place.type
+
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Block(width) for _ in range(blocks))).to(place, dtype)
+        x = torch.randn(tokens, width, device=place, dtype=dtype)
+
+        def step() -> None:
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+
+        return model, step
+
+    def gradients() -> list[torch.Tensor]:
+        return [weight.grad.cpu().clone() for weight in model.parameters() if weight.grad is not None]
+
+    with MemoryMeter() as meter:
+        model, step = make()
+        step()
+        want = gradients()
+    seconds, peak = _seconds(step), meter.peak_bytes - (0 if accelerator else sum(each.nbytes for each in want))
+    write(f"{blocks} gated blocks of {width} features, {tokens} tokens, on {name}.\n")
+    write(f"Plain training: {size(peak)}, {seconds * 1e3:.0f} ms a step.\n")
+    del model, step
+    limit = int(PART * peak)
+    with _limited(accelerator, limit):
+        model, step = make()
+        write(f"The device is limited to {size(limit)}. Plain training:\n")
+        try:
+            step()
+        except torch.OutOfMemoryError as error:
+            write(f"  OutOfMemoryError: {str(error).splitlines()[0].split('. ')[0].rstrip('.')}.\n")
+        model.zero_grad()
+        write("With one line, actoffload.offload(model):\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = offload(model)
+            for _ in range(PASSES):
+                step()
+            seconds, same = _seconds(step), all(map(torch.equal, gradients(), want))
+        bits = "the same bits in all gradients" if same else "OTHER gradients: please report this"
+        write(f"  {seconds * 1e3:.0f} ms a step, {bits}.\n")
+        groups = str(handle.report()).split("\n\n")[0]
+        for line in f"The plan\n{handle.plan}\n\nThe latest step, as in print(handle.report())\n{groups}".splitlines():
+            write(f"  {line}".rstrip() + "\n")
+        handle.remove()
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """Return the mean seconds of a step."""
+
+    def wait() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    wait()
+    begun = time.perf_counter()
+    for _ in range(TIMED):
+        step()
+    wait()
+    return (time.perf_counter() - begun) / TIMED
+
+
+@contextmanager
+def _limited(accelerator: torch.device | None, limit: int) -> Iterator[None]:
+    """Limit the memory of the device in a ``with`` block."""
+    if accelerator is None:
+        device = ReferenceDevice(wall_clock=True, memory=limit)
+        with use(device), device.counting():
+            yield
+        return
+    module: Any = getattr(torch, accelerator.type)
+    module.empty_cache()
+    module.set_per_process_memory_fraction(limit / module.mem_get_info()[1])
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(1.0)
 
 
 def main() -> int:
