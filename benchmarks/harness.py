@@ -129,6 +129,7 @@ class Recorder:
         self._first, self._measured = MemoryMeter(), MemoryMeter()
         self._measuring = False
         self._profiler: Any = None
+        self._marks: list[Any] = []  # events, or seconds of the host: the end of a step, then four in each
         self._host: list[float] = []
         self._steps, self._passes, self._startup = 0, 1, 0.0
         self.script = self._follow()
@@ -203,12 +204,17 @@ class Recorder:
         next(self.script, None)
 
     def _mark(self) -> None:
-        if self._measuring:
-            self._measured.sample()
+        if self._measuring and DEVICE.type == "cpu":
+            self._marks.append(time.perf_counter())
+        elif self._measuring:
+            self._marks.append(torch.Event(DEVICE, enable_timing=True))
+            self._marks[-1].record()
 
     def sample(self) -> Sample:
         """Return what was measured, in seconds and bytes; of several ranks the slowest time and the largest peak."""
-        times = [seconds for seconds, _ in self._measured.samples]  # the end of a step, then four marks in each
+        first = self._marks[0] if self._marks else None
+        on_host = DEVICE.type == "cpu"
+        times = [mark - first if on_host else first.elapsed_time(mark) * 1e-3 for mark in self._marks]
         found: Sample = {
             "seconds": [end - start for start, end in pairwise(times[::4])],
             "pass_seconds": [end - start for start, end in zip(times[1::4], times[3::4], strict=True)],
