@@ -20,18 +20,18 @@ def test_table():
     assert machine.flops_per_byte == 1e4
     assert str(machine).splitlines() == [
         "device                     Some GPU, driver 1.2, torch 2.13, Python 3.12",
-        "device memory              80.0 GiB",
+        "device memory              80.00 GiB",
         "device to host             50.0 GB/s",
         "host to device             40.0 GB/s",
         "both at once, in sum       70.0 GB/s",
         "bfloat16 matrix products   500 TFLOP/s",
         "1 GiB of pinned memory     0.70 s to allocate",
-        "host memory                64.0 GiB, 48.0 GiB available",
-        "locked memory (ulimit -l)  64 KiB",
+        "host memory                64.00 GiB, 48.00 GiB available",
+        "locked memory (ulimit -l)  64.0 KiB",
         "",
-        "- All layers can be offloaded at no cost if each computes 10,000 FLOP in forward for each byte that it saves. "
-        "With half of that, half of the layers can be. Compute that shares its memory bandwidth with copies takes some "
-        "percent longer.",
+        "- Copies of a layer are hidden behind its forward if that computes 10,000 FLOP for each byte that it saves. A "
+        "layer of Llama 8B with 8192 tokens computes 2,500: 25 % of such layers can be offloaded at no cost in time. "
+        "Longer sequences and compiled layers compute more.",
     ]
 
 

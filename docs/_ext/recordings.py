@@ -34,7 +34,7 @@ from sphinx.util import logging
 from sphinx_gallery.sorting import ExplicitOrder
 from sphinx_gallery.utils import zip_files
 
-from actoffload._tables import ByteUnit
+from actoffload._text import size
 from actoffload.measure import describe_device, measure_link
 
 logger = logging.getLogger(__name__)
@@ -240,8 +240,8 @@ def _describe_memory(text: str, measured: bool) -> str:
 
     def described(found: re.Match[str]) -> str:
         nbytes = int(found[1]) * MB
-        size = ByteUnit.of(nbytes).text(nbytes) if measured else "not measured (reference device)"
-        return f"**Peak device memory of this process:** {size}"
+        peak = size(nbytes) if measured else "not measured (reference device)"
+        return f"**Peak device memory of this process:** {peak}"
 
     return re.sub(r"\*\*Estimated memory usage:\*\* +(\d+) MB", described, text)
 

@@ -20,14 +20,13 @@ import torch
 from torch import nn
 
 from ._arguments import check_whole
-from ._tables import ByteUnit, Printable, Table
+from ._text import Printable, Table, milliseconds, percent, size
 from .context import OffloadContext
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
 from .report.plots import plot_measurements
 from .schedule.costs import Link, measured_costs
-from .schedule.timeline import milliseconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,16 +93,12 @@ class MemoryMeter:
     ----------
     peak_bytes : int
         Largest number of bytes in use; set at the end of the block.
-    samples : list of (float, int)
-        For each call of `sample`, seconds of the current stream since the first one, and bytes in use; set at the end
-        of the block.
 
     Examples
     --------
     >>> from actoffload.measure import MemoryMeter
     >>> with MemoryMeter() as meter:
     ...     a = torch.zeros(2**18)
-    ...     meter.sample()
     >>> meter.peak_bytes >= 2**20
     True
     """
@@ -112,9 +107,7 @@ class MemoryMeter:
         self._device = torch.accelerator.current_accelerator(check_available=True)
         self._storages = CreatedStorages()
         self._earlier = 0  # peak of a meter around this one
-        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
         self.peak_bytes = 0
-        self.samples: list[tuple[float, int]] = []
 
     def __enter__(self) -> MemoryMeter:
         if self._device is None:
@@ -133,30 +126,11 @@ class MemoryMeter:
             torch.accelerator.synchronize()
             self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
             Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
-        for mark, nbytes in self._marks:
-            first = self._marks[0][0]
-            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
-            self.samples.append((float(seconds), nbytes))
-        self._marks.clear()
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes in use now."""
         return self._storages.now if self._device is None else torch.accelerator.memory_allocated()
-
-    def sample(self, *_: Any) -> None:
-        """Note the bytes in use now; arguments are ignored, so that it can be a hook.
-
-        A `RuntimeError` while a CUDA graph is captured: nothing runs then, so there is no time.  `trace_memory` works.
-        """
-        if self._device is None:
-            self._marks.append((time.perf_counter(), self.bytes_in_use))
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("No time can be measured while a CUDA graph is captured; use trace_memory instead.")
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        self._marks.append((event, self.bytes_in_use))
 
 
 def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
@@ -348,16 +322,15 @@ class Measurements(Printable):
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         first, timed = next(iter(self.steps)), not self.device.reference
-        unit = ByteUnit.of(max(step.peak_bytes for step in self.steps.values()))
         header = "", "peak memory", "drop", *(("step time", f"x {first}") if timed else ())
         rows = []
         for name, step in self.steps.items():
-            drop = unit.text(self.steps[first].peak_bytes - step.peak_bytes)
+            drop = size(self.steps[first].peak_bytes - step.peak_bytes)
             times = milliseconds(step.seconds), f"{step.seconds / (self.steps[first].seconds or 1.0):.3f}"
-            rows.append((name, unit.text(step.peak_bytes), drop, *(times if timed else ())))
+            rows.append((name, size(step.peak_bytes), drop, *(times if timed else ())))
         note = f"measured on {self.device}"
         if self.bytes_offloaded is not None:
-            note = f"R = drop / {unit.text(self.bytes_offloaded)} offloaded = {percent(self.ratio, 2)}\n{note}"
+            note = f"R = drop / {size(self.bytes_offloaded)} offloaded = {percent(self.ratio, 2)}\n{note}"
         return [Table(header, tuple(rows), left=1, note=note)], ()
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -384,7 +357,7 @@ def measure_steps(
     >>> print(measure_steps({"small": lambda: torch.zeros(2**18), "large": lambda: torch.zeros(2**20)}))
              peak memory      drop
     -----  -------------  --------
-    small        1.0 MiB   0.0 MiB
+    small        1.0 MiB   0 bytes
     large        4.0 MiB  -3.0 MiB
     measured on reference device (CPU), ...
     """

@@ -129,7 +129,7 @@ def test_a_tenth_of_the_host_memory_is_never_pinned(monkeypatch, available, nbyt
     if fits:
         check_room(nbytes * GIB)
     else:
-        with pytest.raises(MemoryError, match=r"of 65536.0 MiB of host memory are available, and 6553.6 MiB are left"):
+        with pytest.raises(MemoryError, match=r"of 64.00 GiB of host memory are available, and 6.40 GiB are left"):
             check_room(nbytes * GIB)
 
 

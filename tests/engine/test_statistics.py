@@ -115,8 +115,7 @@ def test_a_table_for_people():
     assert "peak 6.0 MiB" in rows["resident"]
     assert "10.0 MiB" in rows["host"]
     assert any("5 tensors: parameter" in line for line in table.splitlines())
-    assert len({line.index("MiB") for line in table.splitlines()}) == 1  # aligned
-    assert str(Statistics()).count("0.0 MiB") >= 5
+    assert str(Statistics()).count("0 bytes") >= 5
 
 
 def test_host_memory_of_a_large_batch_can_be_freed():

@@ -320,7 +320,7 @@ def test_the_frontier_of_a_measured_model():
     text = str(found)
     assert "x no offload" in text
     assert "present plan" in text
-    assert text.count("MiB") == 3 * (len(found.plans) + 1)
+    assert len(text.splitlines()) == len(found.plans) + 3
     pytest.importorskip("matplotlib").use("agg")
     axes = found.plot()
     plans, present = axes.get_lines()

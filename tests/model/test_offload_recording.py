@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -235,7 +234,7 @@ def test_a_recording_that_an_exception_ends():
     assert handle.timeline().timeline.nbytes(Kind.H2D) == 8 * UNIT
 
 
-def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
+def test_the_timeline_has_names_and_everything_that_was_copied():
     model, device = Transformer(4), actoffload.device.ReferenceDevice(wall_clock=True)
     handle, report = reported(model, record=True, layers=["*.attention", "*.mlp"], device=device)
     timeline = handle.timeline()
@@ -248,17 +247,6 @@ def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
         assert len([span for span in spans.of(Kind.BACKWARD) if span.layer == k]) == 1
     assert spans.peak_bytes == handle.statistics().peak_resident_bytes
     assert "blocks.0.attention" in timeline.names
-    file = timeline.save_trace(tmp_path / "step.json")
-    trace = json.loads(file.read_text())
-    names = {event["name"] for event in trace["traceEvents"]}
-    assert {
-        "forward blocks.0.attention",
-        "backward blocks.3.mlp",
-        "offload blocks.2.mlp",
-        "reload blocks.0.mlp",
-    } <= names
-    copied = sum(event["args"]["bytes"] for event in trace["traceEvents"] if event.get("cat") == "offload")
-    assert copied == report.totals.bytes_offloaded
 
 
 def test_a_step_that_finds_the_groups_is_recorded_with_the_names_of_all_that_was_followed():

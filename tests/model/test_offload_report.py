@@ -172,7 +172,7 @@ def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):
     missing = handle.statistics().bytes_kept[Reason.HOST_FULL]
     assert missing == report.kept[Reason.HOST_FULL][1] == 8 * UNIT - report.totals.bytes_offloaded > 0
     assert report.r == report.totals.bytes_offloaded / (8 * UNIT)
-    assert f"raise max_host_bytes to at least {4 * UNIT + 2**21} " in said(report)
+    assert f"raise max_host_bytes, if it is set, to at least {4 * UNIT + 2**21} " in said(report)
 
 
 # When

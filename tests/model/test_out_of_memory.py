@@ -12,10 +12,10 @@ from timed_device import TimedBlock, done, small, step
 from torch import nn
 from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 
+from actoffload._text import size
 from actoffload.device import ReferenceDevice
 from actoffload.replay.call import Slot
 from actoffload.report import memory
-from actoffload.schedule.timeline import size
 
 MIB = 2**20
 

@@ -146,7 +146,7 @@ def test_what_the_plan_frees_in_backward_is_not_expected_before():
     assert report.expected_bytes == report.dropped_bytes == (len(events) - len(late)) * BLOCK
     assert (report.r, report.later_bytes) == (1.0, len(late) * BLOCK)
     forward, backward = f"{report.expected_bytes // MIB}.0 MiB", f"{report.later_bytes // MIB}.0 MiB"
-    want = f"100.00 %: {forward} freed of {forward} that should be in forward, and {backward} are freed in backward"
+    want = f"100.00 %, {forward} of {forward} that the plan frees in forward; {backward} are freed in backward"
     assert want in str(report)
 
 

@@ -44,9 +44,9 @@ def test_the_text_says_that_no_bytes_are_known():
 def test_the_text_has_equal_groups_in_one_line():
     assert [line.split() for line in str(example()).splitlines() if "---" not in line] == [
         ["group", "number", "kept", "offloaded"],
-        ["h.0.attention,", "1.attention", "2", "-", "2.0", "MiB"],
+        ["h.0.attention,", "h.1.attention", "2", "-", "2.0", "MiB"],
         ["h.0.mlp", "1", "-", "3.0", "MiB"],
-        ["h.1.mlp,", "2.mlp", "2", "6.0", "MiB", "-"],
+        ["h.1.mlp,", "h.2.mlp", "2", "6.0", "MiB", "-"],
         ["h.2.attention", "1", "1.0", "MiB", "-"],
         ["6", "7.0", "MiB", "5.0", "MiB"],
         [],

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actoffload._text import size
 from actoffload.planner import Variant, plan_pipeline
 from actoffload.planner.pipeline_placement import RankProfile, place_rank
 from actoffload.planner.pipeline_search import Knobs, RankChoices
@@ -168,7 +169,7 @@ def test_peaks_are_leveled_with_the_least_bytes() -> None:
     assert all(before >= after for before, after in pairwise(offloaded))
     for plan, peak, before in zip(plans, peaks, without, strict=True):
         assert (peak == before) == (not plan.transfers) == (before <= level)
-    assert all(plan.because == f"No rank needs more than {level // MIB}.0 MiB." for plan in plans)
+    assert all(plan.because == f"No rank needs more than {size(level)}." for plan in plans)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

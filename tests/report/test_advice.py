@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import re
 
 import pytest
@@ -55,12 +53,12 @@ RECOMPUTED = {"bytes_saved": 100 * MIB, "recomputed": True, "bytes_recomputed": 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({}, ("900.0 MiB of 1200.0 MiB of activations (75.0 %)", "3 of 4 groups")),
-        ({0: {"kept": {Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}}}, ("900.0 MiB of 1200.0 MiB",)),
-        ({0: {"kept": {Reason.DEVICE: (4, 900 * MIB)}}}, ("900.0 MiB of 2100.0 MiB",)),  # of no memory of this one
-        ({2: {"bytes_wasted": 50 * MIB}}, ("850.0 MiB of 1200.0 MiB", "70.8 %")),
-        ({0: {"bytes_not_freed": 4 * MIB}}, ("900.0 MiB of 1200.0 MiB",)),  # hardly counts
-        ({3: RECOMPUTED}, ("of 1200.0 MiB of saved and recomputed activations", "1 group is recomputed")),
+        ({}, ("900.0 MiB of 1.17 GiB of activations (75.0 %)", "3 of 4 groups")),
+        ({0: {"kept": {Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}}}, ("900.0 MiB of 1.17 GiB",)),
+        ({0: {"kept": {Reason.DEVICE: (4, 900 * MIB)}}}, ("900.0 MiB of 2.05 GiB",)),  # of no memory of this one
+        ({2: {"bytes_wasted": 50 * MIB}}, ("850.0 MiB of 1.17 GiB", "70.8 %")),
+        ({0: {"bytes_not_freed": 4 * MIB}}, ("900.0 MiB of 1.17 GiB",)),  # hardly counts
+        ({3: RECOMPUTED}, ("of 1.17 GiB of saved and recomputed activations", "1 group is recomputed")),
         ({2: RECOMPUTED, 3: RECOMPUTED}, ("2 groups are recomputed",)),
         ({0: {"forward_stall_seconds": 0.0, "backward_stall_seconds": 0.0004}}, ("stalled for 0.1 % of the step",)),
     ],
@@ -128,9 +126,11 @@ def test_small_tensors_get_a_limit_with_which_most_of_their_bytes_are_offloaded(
 
 def test_a_full_host_is_always_named_with_the_missing_bytes():
     sentence = only(advise(kept_for(Reason.HOST_FULL, 3 * MIB + 1, host_bytes_high_water=100 * MIB)))
-    assert f"raise max_host_bytes to at least {104 * MIB} (104.0 MiB);" in sentence
+    assert f"raise max_host_bytes, if it is set, to at least {104 * MIB} (104.0 MiB)." in sentence
     held = only(advise(kept_for(Reason.HOST_FULL, MIB, host_bytes=106 * MIB, host_bytes_high_water=100 * MIB)))
-    assert f"raise max_host_bytes to at least {108 * MIB} (108.0 MiB);" in held  # more than any limit with 106 held
+    assert (
+        f"raise max_host_bytes, if it is set, to at least {108 * MIB} (108.0 MiB)." in held
+    )  # more than any limit with 106 held
 
 
 def test_what_is_saved_outside_names_the_module_to_choose():
@@ -138,7 +138,6 @@ def test_what_is_saved_outside_names_the_module_to_choose():
     modules = {"tail": MIB, "head": 190 * MIB, "layers.*.norm": 170 * MIB, "*.b": 40 * MIB}
     named = only(advise(report(outside=outside, outside_modules=modules)))
     assert_has(named, "`head` (190.0 MiB), `layers.*.norm` (170.0 MiB), `*.b` (40.0 MiB) save the most", "with layers")
-    assert not named.change
     assert_has(only(advise(report(outside=outside))), "record a step with handle.recording()", "modules")
     assert_has(only(advise(report(outside=outside, step_passes=1))), "the code of the model itself")
     few = {"head": 40 * MIB}  # most is saved in no module, so none that is chosen could help
@@ -168,7 +167,7 @@ def test_equal_holders_of_many_groups_are_one_sentence():
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
     groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 2 else 0) for k in range(4)]
     unnamed, unseen = advise(report(*groups, held=(HeldStorage("layers.1", 20 * MIB),)))
-    assert_has(unnamed, "6.7 %", "2 groups (layers.0, 1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
+    assert_has(unnamed, "6.7 %", "2 groups (layers.0, layers.1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
     assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, or C++")
 
 
@@ -188,7 +187,7 @@ def test_reloads_on_demand_name_their_groups_and_the_likely_reason():
     groups = [block(0), block(1, reloaded_on_demand=2, reloaded_ahead=4), block(2), block(3, offloaded=False)]
     assert_has(only(advise(report(*groups))), "2 of 18 reloads", "11.1 %", "layers.1", "execution order")
     groups[2:] = [block(2, reloaded_on_demand=6, reloaded_ahead=0), block(3, offloaded=False, calls=0)]
-    assert_has(only(advise(report(*groups))), "layers.1, 2", "later groups", "did not run")
+    assert_has(only(advise(report(*groups))), "layers.1, layers.2", "later groups", "did not run")
 
 
 def test_measured_stalls_are_named_from_half_a_percent_on():
@@ -210,12 +209,10 @@ def stalled(**more: object) -> Report:
     return report(*groups, step_seconds=0.1, **more)
 
 
-def test_advice_about_time_says_how_many_groups_to_offload():
-    assert only(advise(stalled())).change == {"num_layers": 2}
-    assert "offload fewer groups: pass num_layers=2." in only(advise(stalled()))
+def test_advice_about_time_is_the_next_choice_or_fewer_groups():
+    assert only(advise(stalled())).endswith(": offload fewer groups.")
     choice = only(advise(stalled(next_choice="Two groups cost 1 ms less.")))
     assert choice.endswith(": Two groups cost 1 ms less.")
-    assert not choice.change
     assert only(advise(stalled(times=False))).startswith("Nothing to change")
 
 
@@ -226,13 +223,6 @@ def test_nothing_to_change_needs_groups_that_cover_the_activations():
     sentence = only(advise(outside(1300)))
     assert_has(sentence, "Only 48.0 % of the activations lie in groups", '"smaller than the limit"')
     assert only(advise(outside(1200))).startswith("Nothing to change")
-
-
-def test_advice_is_pickled_and_copied_with_its_arguments():
-    advice = only(advise(stalled()))
-    for again in (pickle.loads(pickle.dumps(advice)), copy.deepcopy(advice)):
-        assert again == advice
-        assert again.change == {"num_layers": 2}
 
 
 def test_nothing_is_offloaded():

@@ -18,7 +18,6 @@ from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
-from actoffload._tables import ByteUnit  # noqa: E402
 from actoffload.report.plots import (  # noqa: E402
     plot_measurements,
     plot_memory,
@@ -138,7 +137,7 @@ def test_several_curves_keep_their_names_and_lengths() -> None:
     measured = [(0.0, 3 * 2**30), (0.1, 4 * 2**30), (0.2, 2**30)]
     ax = plot_memory({"without": measured, "with": timeline(2).resident})
     labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
-    assert labels == ["without, peak 4.00 GiB", "with, peak 0.75 GiB"]
+    assert labels == ["without, peak 4.00 GiB", "with, peak 768.0 MiB"]
     assert ax.get_ylabel() == "memory (GiB)"
     assert ax.get_xlim() == (0.0, pytest.approx(200.0))
     dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
@@ -176,13 +175,6 @@ def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence()
     assert done.stdout == (
         "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'.\n"
     ), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (2**30, "1.00 GiB")]
-)
-def test_a_unit_fits_the_largest_number(nbytes: int, text: str) -> None:
-    assert ByteUnit.of(nbytes).text(nbytes) == text
 
 
 def test_measured_times_are_beside_the_bars_and_clear_of_a_lower_limit() -> None:

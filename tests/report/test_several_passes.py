@@ -95,7 +95,7 @@ def test_layers_in_contexts_are_timed_until_another_pass_is_reached(device):
                 outputs.append(x)
             sum(outputs).backward()
     timeline = recorder.timeline()
-    assert [times.backward for times in StepTimeline(timeline, ()).by_layer()] == [6.0] * 4
+    assert [times["backward"] for times in StepTimeline(timeline, ()).by_layer()] == [6.0] * 4
     assert timeline.seconds(Kind.BACKWARD) == 24.0
 
 

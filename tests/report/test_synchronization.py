@@ -45,7 +45,7 @@ def test_the_line_is_named_and_counted() -> None:
             item()
     (one,) = found
     assert (one.file, one.line, one.function) == (__file__, line_of(item), "item")
-    assert (one.code, one.count, one.in_backward) == ("warnings.warn(TEXT, UserWarning, stacklevel=1)", 3, False)
+    assert (one.code, one.count) == ("warnings.warn(TEXT, UserWarning, stacklevel=1)", 3)
     assert len(found) == 1
     first, second, third = str(found).split("\n")
     assert first == "The host waits for the GPU 3 times, at 1 line."
@@ -67,19 +67,7 @@ def test_a_line_of_a_package_counts_for_the_line_of_the_program_that_called_it()
 
 
 @pytest.mark.usefixtures("mode")
-def test_a_hook_of_backward_is_in_backward() -> None:
-    x = torch.ones(3, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: item())
-    with find_synchronizations() as found:
-        item()
-        y.sum().backward()
-    assert [(one.line, one.in_backward) for one in found] == [(line_of(item), False), (line_of(item), True)]
-    assert str(found).count("in backward") == 1
-
-
-@pytest.mark.usefixtures("mode")
-def test_what_a_call_of_backward_warns_of_is_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_built_in_operations_of_backward_warn_of_is_the_call_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch repeats the warnings of built-in operations when the backward that this line called ends."""
     engine: dict[str, object] = {"warnings": warnings, "text": TEXT}
     source = "def run(*args, **kwargs):\n    warnings.warn(text, UserWarning, stacklevel=1)"
@@ -89,7 +77,7 @@ def test_what_a_call_of_backward_warns_of_is_in_backward(monkeypatch: pytest.Mon
     with find_synchronizations() as found:
         x.backward()
     (one,) = found
-    assert (one.file, one.code, one.in_backward) == (__file__, "x.backward()", True)
+    assert (one.file, one.code) == (__file__, "x.backward()")
 
 
 @pytest.mark.usefixtures("mode")

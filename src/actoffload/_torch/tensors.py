@@ -26,11 +26,6 @@ free_storage_weakref: Callable[[Any], None] = need("UntypedStorage._free_weak_re
 _storage_behind = find("UntypedStorage._new_with_weak_ptr", lambda ref: None)
 storage_behind: Callable[[Any], torch.UntypedStorage | None] = _storage_behind  # None if the memory is freed
 
-storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] | None = find(
-    "_C._construct_storage_from_data_pointer"
-)
-"""Return a storage at an address of a device, which belongs to something else; None where PyTorch cannot."""
-
 sleep_on_device: Callable[[int], None] = find("cuda._sleep", lambda cycles: None)
 """Keep the current stream of an NVIDIA or AMD GPU busy for some cycles of its clock; elsewhere nothing."""
 

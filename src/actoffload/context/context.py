@@ -1,4 +1,4 @@
-"""The context around each layer, the synchronization function over its output, and the manual controller."""
+"""The context around each layer, the synchronization function over its output, the manual controller, the report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from ..engine.hooks import unpack
 from ..engine.layer import Layer, Phase, tensors_in
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.statistics import Statistics, TimelineRecorder
+from ..report.build import PassHistory, PassStatistics, build
+from ..report.holders import Holder, find_all_holders
+from ..report.plots import StepTimeline
 from ..report.report import Report
 from ..schedule.plan import Do, Plan
-from .reporting import PassLog
 
 __all__ = ["ManualController", "OffloadContext"]
 
 T = TypeVar("T")
+
+UNPLANNED = "nothing is planned, and the program calls for each transfer"
 
 
 class _Cursor(threading.local):
@@ -47,7 +51,7 @@ class OffloadContext(ContextDecorator):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cursor = _Cursor()
-        self._log = PassLog(engine)
+        self._log = _PassLog(engine)
         self._short: set[int] = set()  # numbers of layers of passes that had fewer than the plan
         self._warned = False
 
@@ -296,3 +300,67 @@ _CALLS = {
     Do.RELEASE: ("release_activation_forward_gpu_memory", Phase.OFFLOADING, "after start_offload_layer"),
     Do.RELOAD: ("start_reload_layer", Phase.RELEASED, "after release_activation_forward_gpu_memory"),
 }
+
+
+# The report
+
+
+class _PassLog:
+    """The latest pass of a context whose backward has begun, and the recorded step.  It does not reference passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._history = PassHistory()
+        self._number = self._latest = 0  # of the passes that began; of the one to report
+        self._statistics: PassStatistics | None = None  # of that
+        self._recorder: TimelineRecorder | None = None
+        self._recorded = 0  # passes in the recorded step
+        self._holders: dict[int, tuple[Holder, ...]] | None = None
+
+    def begin(self, current: Pass) -> None:
+        """Follow a pass that begins."""
+        self._number = number = self._number + 1
+        self._history.add(current)
+
+        def forward_ended(done: Pass) -> None:
+            statistics = replace(PassStatistics.of(done), waiting=self._history.waiting(done))
+            # Several passes may be in one backward.
+            if self._history.is_full(statistics) and self._latest <= number:
+                self._latest, self._statistics, recorder = number, statistics, self._engine.recorder
+                self._holders = None
+                if recorder is not None:
+                    with recorder.apart():
+                        self._holders = find_all_holders([held.address for held in statistics.held])
+
+        current.forward_ended = forward_ended
+
+    def reset(self) -> None:
+        """Compare the passes from here on with each other, and not with earlier ones."""
+        self._history.reset()
+
+    @contextmanager
+    def recording(self, recorder: TimelineRecorder) -> Iterator[None]:
+        """Keep the recorder of a step for the report."""
+        before = self._number
+        yield
+        self._recorder, self._recorded = recorder, self._number - before
+
+    def report(self) -> Report:
+        """Return the report of the latest pass that is no smaller one."""
+        if self._statistics is None:
+            raise RuntimeError(
+                "There is nothing to report yet: no backward has begun in this context. Run a training step first."
+            )
+        names = [f"layer {layer.index}" for layer, _ in self._statistics.groups]
+        engine, recorder = self._engine, self._recorder
+        return build(
+            names,
+            ["layer"] * len(names),
+            self._statistics,
+            engine.statistics(),
+            recorded=None if recorder is None else StepTimeline(recorder.timeline(), tuple(names)),
+            holders=self._holders,
+            because="" if engine.roles.planned else UNPLANNED,
+            context=True,
+            step_passes=self._recorded,
+        )

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..schedule.timeline import size
+from .._text import size
 
 __all__ = ["HostMemory", "check_room", "host_memory", "node_of_device", "node_of_pci", "on_node"]
 

@@ -46,9 +46,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._text import size as written
 from .._torch.tensors import free_storage_weakref
 from ..device.base import Backend, StreamPosition, latest_positions
-from ..schedule.timeline import size as written
 
 __all__ = [
     "GRANULE",

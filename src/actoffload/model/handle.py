@@ -17,15 +17,13 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.plots import Frontier
+from ..report.plots import Frontier, StepTimeline
 from ..report.report import Report
-from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import (
     GROUP,
-    KEPT,
     ROOT,
     FollowedModule,
     Steering,
@@ -61,14 +59,12 @@ class OffloadHandle:
         steering: Steering,
         log: PassLog,
         *,
-        arguments: dict[str, Any] | None = None,
         meet: Callable[[], None] | None = None,
     ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(followed for followed in modules if followed.group >= 0)
         self._plans = plans
         self._engine = engine
-        self._arguments = arguments  # of `offload`
         self._log = log
         self._tracker = Tracker(self._modules, engine, steering, meet)
         follow(self._modules, self._tracker, self)
@@ -324,7 +320,7 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        plan, times, arguments = self.plan, self._engine.backend.times, self._arguments
+        plan = self.plan
         return build_report(
             self._plans,
             self._groups,
@@ -337,10 +333,7 @@ class OffloadHandle:
             proven_bytes=replays.proven_bytes,
             samples=replays.alarm.samples,
             refused=replays.refused(),
-            arguments=arguments,
-            kept_modules=tuple(module.name for module in self._modules if module.role is KEPT),
-            times=times,
-            caches=getattr(getattr(self._modules[0].ref(), "config", None), "use_cache", True) is not False,
+            times=self._engine.backend.times,
             **self._tracker.steering.facts(),
         )
 

@@ -99,14 +99,14 @@ def offload(
     policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
     always = {} if recompute == "auto" else policies
 
-    arguments = {
+    compared = {
         "layers": written(names, layers),
         "num_layers": num_layers,
         "keep": written(names, keep),
         **limits,
+        "recompute": recompute if isinstance(recompute, bool | str) else "a policy",
+        "plan": None if plan is None else "a plan",
     }
-    how = recompute if isinstance(recompute, bool | str) else "a policy"
-    compared = {**arguments, "recompute": how, "plan": None if plan is None else "a plan"}
     ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
     log, groups = PassLog(), modules[1 : len(chosen) + 1]
@@ -132,7 +132,7 @@ def offload(
         )
     if searching:
         steering = Finder(groups, plans, log, weakref.ref(module), steering, guessed=guessed)
-    handle = OffloadHandle(modules, plans, engine, steering, log, arguments=arguments, meet=ranks.meet)
+    handle = OffloadHandle(modules, plans, engine, steering, log, meet=ranks.meet)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -19,7 +19,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from .._folding import fold_names
+from .._text import fold_names
 from .._torch.autograd import in_transform, saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered

@@ -11,17 +11,16 @@ from typing import Any
 
 from torch.nn import Module
 
-from .._folding import fold_names
+from .._text import fold_names
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
 from ..report.build import Held, PassHistory, PassStatistics, build, on_device
-from ..report.groups import GroupReport, Holder
-from ..report.holders import find_all_holders
+from ..report.holders import Holder, find_all_holders
 from ..report.memory import Memory, add_note
-from ..report.report import Report
-from ..report.step_timeline import StepTimeline
+from ..report.plots import StepTimeline
+from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from .follow import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name

@@ -40,7 +40,7 @@ from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .._folding import fold_names
+from .._text import fold_names
 from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, registered
 from .._warnings import warn
 from .follow import split_group_name

@@ -20,7 +20,7 @@ from ..model import offload as offload_module
 from ..model.select import check_entries
 from ..planner import GroupPlan
 from ..replay import Given, Policy, policy_for
-from ..report.ranks import PipelineReport, PipelineTable
+from ..report.ranks import PipelineReport, RankReports, gather_reports
 from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan
@@ -28,7 +28,7 @@ from .conductor import Conductor
 from .follow import NAMES, follow, is_schedule, is_supported, microbatches, observer_of, rank_of, stages_of
 from .planning import Limits
 from .runner import Runner
-from .stages import PipelineRanks, RankStage, Settings, entries_of, gather, problem_of, replicas_of
+from .stages import PipelineRanks, RankStage, Settings, entries_of, problem_of, replicas_of
 
 __all__ = ["PipelineHandle", "offload"]
 
@@ -248,7 +248,7 @@ def _offload_schedule(
     problem, made = problem_of(stages), list[RankStage]()
     try:
         for stage in stages if not problem else ():
-            made.append(RankStage(stage, conductor, layers, keep, policy, given))
+            made.append(RankStage(stage, conductor, layers, keep, policy))
     except (TypeError, ValueError) as error:  # raised in the first step, on every rank
         problem = str(error)
         for each in made:
@@ -373,9 +373,9 @@ class PipelineHandle:
         """
         return self._runner.report()
 
-    def table(self) -> PipelineTable:
+    def table(self) -> RankReports:
         """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
         A collective: every rank of the pipeline calls it, between two steps.
         """
-        return PipelineTable(tuple(gather(self.report(), self._runner.group)))
+        return gather_reports(self.report(), self._runner.group)

@@ -16,12 +16,12 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from .._text import milliseconds, size
 from ..planner import OperatorCost, Variant, plan_pipeline
 from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
-from ..schedule.timeline import milliseconds, size
 from ..tune.exchange import register
 
 __all__ = [

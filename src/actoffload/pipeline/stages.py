@@ -24,7 +24,7 @@ from ..model.discovery import BLOCK, find_groups, followed_modules
 from ..model.follow import Steering, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.reporting import PassLog
-from ..model.select import Names, choose, choose_kept, written
+from ..model.select import Names, choose, choose_kept
 from ..model.tuning.ranks import ranks_of
 from ..model.tuning.steering import Finder
 from ..replay import Policy
@@ -41,7 +41,6 @@ __all__ = [
     "Settings",
     "disagreement",
     "entries_of",
-    "gather",
     "problem_of",
     "replicas_of",
 ]
@@ -61,7 +60,6 @@ class RankStage:
         layers: Any,
         keep: Any,
         policy: Policy | None,
-        arguments: Mapping[str, Any],
     ) -> None:
         module: Module = stage.submod
         self.index = int(stage.stage_index)
@@ -91,8 +89,7 @@ class RankStage:
         steering: Steering = self.steering
         if searching:
             steering = Finder(groups, plans, log, weakref.ref(module), steering)
-        shown = {**arguments, "layers": written(names, layers), "keep": written(names, keep)}
-        self.handle = OffloadHandle(modules, plans, conductor.engine, steering, log, arguments=shown)
+        self.handle = OffloadHandle(modules, plans, conductor.engine, steering, log)
 
 
 def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:
@@ -154,15 +151,6 @@ class Settings:
 
 
 register(Settings)
-
-
-def gather(value: T, group: Any = None) -> list[T]:
-    """Return the values of all ranks of a process group, in every rank, in the order of their ranks: a collective."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 class PipelineRanks:

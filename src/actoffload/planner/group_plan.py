@@ -10,9 +10,8 @@ from typing import Any
 from tabulate import SEPARATING_LINE, tabulate
 
 from .._arguments import check_kind, check_kinds
-from .._folding import fold, fold_names, numberless
+from .._text import fold, fold_names, milliseconds, numberless, size, size_or_dash
 from ..schedule.plan import Action, Do, Event, Plan, PlanFile, When, leanest_calls, number, optional_number
-from ..schedule.timeline import mebibytes, milliseconds, size
 
 __all__ = ["GroupPlan"]
 
@@ -146,7 +145,7 @@ class GroupPlan:
 
     def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""
-        cells = [mebibytes(size) if size else "-" for size in (*sizes, *([less] if self.recomputed else []))]
+        cells = list(map(size_or_dash, (*sizes, *([less] if self.recomputed else []))))
         if recomputed and not less:
             cells[-1] = "yes"
         return [name, str(number), *cells]

@@ -11,12 +11,12 @@ from math import inf
 from typing import Any
 
 from .._arguments import check_fraction, check_kind, check_max_inflight, number_of_bytes
+from .._text import size
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import Actions, PipelinePlan
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline, check_pipeline
-from ..schedule.timeline import size
 from .pipeline_placement import RankPlacement, RankProfile, place_rank
 from .variants import StageVariants, Ways, recomputed, saved_by, upgrades
 

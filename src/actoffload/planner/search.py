@@ -16,10 +16,11 @@ from math import inf, isfinite
 from typing import TypeAlias
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
+from .._text import size
 from ..schedule.costs import Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
-from ..schedule.timeline import Simulation, size
+from ..schedule.timeline import Simulation
 from .group_plan import GroupPlan
 from .placement import Alone, Placement, Profile, place
 from .variants import Variant, upgrades

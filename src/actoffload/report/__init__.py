@@ -1,20 +1,17 @@
 """What happened: statistics, timelines, reports with advice, plots, and the reports of many ranks."""
 
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
-from .groups import GroupReport, HeldStorage, Holder
-from .plots import Frontier
+from .holders import HeldStorage, Holder
+from .plots import Frontier, StepTimeline
 from .ranks import RankReports, gather_reports
-from .report import Advice, Report
-from .step_timeline import LayerTimes, StepTimeline
+from .report import GroupReport, Report
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 
 __all__ = [
-    "Advice",
     "Frontier",
     "GroupReport",
     "HeldStorage",
     "Holder",
-    "LayerTimes",
     "RankReports",
     "Reason",
     "Report",

@@ -16,9 +16,9 @@ from ..engine.statistics import Reason, Statistics
 from ..engine.storage import Residency, Resident
 from ..schedule.plan import OUTSIDE
 from .advice import advise
-from .groups import GroupReport, HeldStorage, Holder, sum_groups
-from .report import Report
-from .step_timeline import StepTimeline
+from .holders import HeldStorage, Holder
+from .plots import StepTimeline
+from .report import GroupReport, Report, sum_groups
 
 __all__ = ["Held", "PassHistory", "PassStatistics", "build", "on_device"]
 
@@ -174,7 +174,7 @@ def build(
     **more
         Further fields of `Report`.
     """
-    seconds = [{} for _ in names] if recorded is None else [vars(times) for times in recorded.by_layer()]
+    seconds: Sequence[dict[str, Any]] = [{} for _ in names] if recorded is None else recorded.by_layer()
     not_freed, rows = Counter[int](), dict[str, list[GroupReport]]()
     for entry in latest.held:
         not_freed[entry.place] += entry.nbytes

@@ -1,4 +1,4 @@
-"""Find what in Python keeps a storage alive that was copied to the host and not freed.
+"""Memory that was not freed: storages that were copied to the host, and what in Python keeps them alive.
 
 The garbage collector gives the tensors on it and what refers to them, level by level, up to something with a name.  A
 tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
@@ -14,18 +14,89 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
 
+from .._text import numberless
 from .._torch.modules import CALL_VARIABLES, CALLS
 from .._torch.tensors import gradient_of, no_torch_function, storage_address
-from .groups import Holder
 
-__all__ = ["find_all_holders"]
+__all__ = ["HeldStorage", "Holder", "find_all_holders", "merge_held"]
+
+# What a report says
+
+FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a path
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A reference that keeps memory alive; ``str`` gives ``attribute `cache[0]` of encoder (Encoder)`` or the like.
+
+    Parameters
+    ----------
+    kind : str
+        What refers to the memory: ``"attribute"``, ``"global"``, ``"local variable"``, ``"input"``, ``"output"`` etc.
+    paths, owner : tuple of str, str
+        How the memory is reached, in several ways if storages with the same holder were merged; what the reference
+        belongs to: a module, a function with its file and line, a class.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+    owner: str
+
+    def __str__(self) -> str:
+        if not self.paths[0]:
+            return f"the {self.kind} of {self.owner}"
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.kind} `{self.paths[0]}`{more} of {self.owner}"
+
+
+@dataclass(frozen=True)
+class HeldStorage:
+    """A storage that was copied to the host and not freed.
+
+    Parameters
+    ----------
+    group, nbytes : str, int
+        Name of the group that saved it; size in bytes.
+    holders : tuple of Holder
+        What in Python refers to it.  Empty if only autograd of another graph or C++ does.
+    is_input : bool
+        Whether it is an input of the model, which its caller may refer to.
+    """
+
+    group: str
+    nbytes: int
+    holders: tuple[Holder, ...] = ()
+    is_input: bool = False
+
+
+def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
+    """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
+
+    The same are holders that differ in numbers alone or behind the first name of their paths, as keys and values do.
+    """
+    merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
+    for storage in held:
+        key = tuple((h.kind, numberless(FIRST.findall(h.paths[0])[0]), numberless(h.owner)) for h in storage.holders)
+        merged.setdefault(key, []).append(storage)
+    entries = []
+    for same in merged.values():
+        groups, holders = tuple(dict.fromkeys(storage.group for storage in same)), []
+        for alike in zip(*(storage.holders for storage in same), strict=True):
+            paths = dict.fromkeys(holder.paths[0] for holder in alike if holder.owner == alike[0].owner)
+            holders.append(replace(alike[0], paths=tuple(paths)))
+        entries.append((groups, sum(storage.nbytes for storage in same), tuple(holders)))
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
+
+
+# The search
 
 PACKAGE = __name__.partition(".")[0]
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import Module
 
-from .._folding import fold, fold_names, numberless
+from .._text import fold, fold_names, numberless, size
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
 from ..planner import GroupPlan
-from ..schedule.timeline import size
 
 __all__ = ["Memory", "add_note"]
 

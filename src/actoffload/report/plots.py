@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, groupby, takewhile
+from itertools import cycle, groupby
 from typing import TYPE_CHECKING, Any
 
-from .._tables import ByteUnit, Printable, Table
+from .._text import Printable, Table, byte_unit, milliseconds, size, size_or_dash
 from ..planner import GroupPlan
-from ..schedule.timeline import Kind, Span, Timeline, mebibytes, milliseconds
+from ..schedule.timeline import Kind, Span, Timeline
 
-__all__ = ["Frontier", "plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
+__all__ = [
+    "Frontier",
+    "StepTimeline",
+    "plot_frontier",
+    "plot_measurements",
+    "plot_memory",
+    "plot_step",
+    "plot_timeline",
+    "plot_trace",
+]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +64,7 @@ def _axes(ax: Axes | None, width: float, height: float) -> Axes:
     return found
 
 
-def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[str] = ()) -> Axes:
+def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     """Draw compute and copies over time, one lane each.
 
     The copies of one layer share a box, which is paler where the link is idle between them.  Stalls, in which compute
@@ -63,9 +72,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
 
     Parameters
     ----------
-    timeline, names : Timeline, sequence of str
-        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.  One of
-        the reference device has no times.
+    timeline : Timeline
+        Simulated or measured; one of the reference device has no times.
     """
     ax = _axes(ax, 7.5, 2.4)
     from matplotlib.patches import Patch
@@ -83,14 +91,14 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
         for (kind, layer), spans in groupby(of_lane, lambda span: (span.kind, span.layer)):
             pieces = [(span.start * scale, span.seconds * scale) for span in spans]
             label = _draw_box(ax, kind, str(layer), pieces, lane)
-            labels += [(layer, label, sum(pieces[-1]) - pieces[0][0])] if label else []
+            labels += [(label, sum(pieces[-1]) - pieces[0][0])] if label else []
     present = {span.kind for span in timeline.spans}
     patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
     _legend(ax, patches, columns=len(Kind))
     if timeline.source == "reference device":  # its clock says nothing about a GPU
         ax.set_xticks([])
         ax.set_xlabel("order of the step on the reference device")
-    _fit_labels(ax, labels, names)
+    _drop_labels(ax, labels)
     return ax
 
 
@@ -113,19 +121,19 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     end = max(points[-1][0] for points in curves.values())
     highest = max(nbytes for points in curves.values() for _, nbytes in points)
     scale = _set_time_axis(ax, end)
-    unit = ByteUnit.of(highest)
+    unit, unit_name = byte_unit(highest)
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
-        y = [nbytes / unit.nbytes for _, nbytes in points]
+        y = [nbytes / unit for _, nbytes in points]
         top = max(y)
-        label = f"{name + ', ' if name else ''}peak {unit.text(max(nbytes for _, nbytes in points))}"
+        label = f"{name + ', ' if name else ''}peak {size(max(nbytes for _, nbytes in points))}"
         ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
         if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
         ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
         ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
-    ax.set_ylim(0, highest / unit.nbytes * 1.08 or 1.0)
-    ax.set_ylabel(f"memory ({unit.name})")
+    ax.set_ylim(0, highest / unit * 1.08 or 1.0)
+    ax.set_ylabel(f"memory ({unit_name})")
     _legend(ax, None, columns=min(len(curves), 2))
     return ax
 
@@ -140,17 +148,17 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     """
     ax = _axes(ax, 5.4, 3.2)
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
-    unit = ByteUnit.of(highest)
+    unit, unit_name = byte_unit(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
-        y = [nbytes / unit.nbytes for nbytes in trace]
+        y = [nbytes / unit for nbytes in trace]
         ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=name)
     ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, length - 1)
-    ax.set_ylim(0, 1.08 * highest / unit.nbytes or 1.0)
+    ax.set_ylim(0, 1.08 * highest / unit or 1.0)
     ax.set_xticks([(length - 1) / 4, 3 * (length - 1) / 4], ["forward, layer by layer", "backward, layer by layer"])
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("read where layers begin and end; peaks in between are not drawn")
-    ax.set_ylabel(f"memory ({unit.name})")
+    ax.set_ylabel(f"memory ({unit_name})")
     _legend(ax, None, columns=min(len(traces), 2))
     return ax
 
@@ -159,26 +167,26 @@ def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: 
     """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
     ax = _axes(ax, 5.8, 1.2 + 0.5 * len(peaks))
     largest = max(peaks.values())
-    unit = ByteUnit.of(largest)
+    unit, unit_name = byte_unit(largest)
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
-    ax.barh(list(peaks), [nbytes / unit.nbytes for nbytes in peaks.values()], color=colours, height=0.62)
-    texts = [unit.text(nbytes) for nbytes in peaks.values()]
+    ax.barh(list(peaks), [nbytes / unit for nbytes in peaks.values()], color=colours, height=0.62)
+    texts = [size(nbytes) for nbytes in peaks.values()]
     if times:
         ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
         texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
     behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
     for row, text in enumerate(texts):  # in one column, so that a line at a smaller limit is clear of all
         place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        ax.annotate(text, (largest / unit.nbytes, row), bbox=behind, **place)
-    ax.set_xlim(right=(1.65 if times else 1.35) * largest / unit.nbytes)
+        ax.annotate(text, (largest / unit, row), bbox=behind, **place)
+    ax.set_xlim(right=(1.65 if times else 1.35) * largest / unit)
     ax.invert_yaxis()
     beside = f"\nbeside each bar: step time, x {first}" if times else ""
-    ax.set_xlabel(f"peak of device memory ({unit.name}){beside}")
+    ax.set_xlabel(f"peak of device memory ({unit_name}){beside}")
     ax.tick_params(axis="y", length=0)
     return ax
 
 
-def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
+def plot_step(timeline: Timeline) -> Figure:
     """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
     copies = bool(timeline.of(Kind.D2H, Kind.H2D))
     ratios, size = ((3, 2.4), (7.5, 4.0)) if copies else ((1.2, 2.4), (7.5, 2.9))
@@ -186,7 +194,7 @@ def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
         2, sharex=True, figsize=size, height_ratios=ratios, layout="constrained"
     )
     plot_memory({"": resident_points(timeline)}, memory)
-    plot_timeline(timeline, lanes, names)
+    plot_timeline(timeline, lanes)
     memory.set_xlabel(lanes.get_xlabel())
     lanes.set_xlabel("")
     figure.align_ylabels()
@@ -222,13 +230,13 @@ def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | Non
     """Draw the expected time of plans against their peaks, and mark the present one; neither axis begins at 0."""
     ax = _axes(ax, 5.6, 3.4)
     known = [(plan.peak_bytes, plan.seconds) for plan in plans if plan.peak_bytes is not None and plan.seconds]
-    unit = ByteUnit.of(max((peak for peak, _ in known), default=0))
-    peaks, times = [peak / unit.nbytes for peak, _ in known], [seconds * 1e3 for _, seconds in known]
+    unit, unit_name = byte_unit(max((peak for peak, _ in known), default=0))
+    peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]
     ax.plot(peaks, times, color=LINES[0][0], marker="o", markersize=4, linewidth=1.2, label="plans")
     if present.peak_bytes is not None and present.seconds:
         style: dict[str, Any] = {"color": LINES[1][0], "marker": "D", "markersize": 7, "linestyle": "none"}
-        ax.plot(present.peak_bytes / unit.nbytes, present.seconds * 1e3, label="present plan", **style)
-    ax.set_xlabel(f"peak of device memory ({unit.name})")
+        ax.plot(present.peak_bytes / unit, present.seconds * 1e3, label="present plan", **style)
+    ax.set_xlabel(f"peak of device memory ({unit_name})")
     ax.set_ylabel("forward and backward (ms)")
     ax.margins(y=0.1)
     ax.ticklabel_format(useOffset=False)
@@ -255,8 +263,8 @@ def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]
     return text
 
 
-def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence[str]) -> None:
-    """Write names where they fit, whole or without their common prefix; remove labels wider than their boxes."""
+def _drop_labels(ax: Axes, labels: list[tuple[Text, float]]) -> None:
+    """Remove the numbers that are wider than their boxes."""
     from matplotlib.textpath import TextPath
 
     figure = ax.get_figure(root=True)
@@ -264,16 +272,8 @@ def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence
     figure.draw_without_rendering()  # so that the layout sets the width of the axes
     left, right = ax.get_xlim()
     points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
-    # The dotted prefix of all names: "model.layers.".
-    parents = zip(*(name.split(".")[:-1] for name in names), strict=False) if len(names) > 1 else ()
-    common = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, parents))
-    for layer, text, width in labels:
-        name = names[layer] if 0 <= layer < len(names) else ""
-        for words in filter(None, (name, name[len(common) :], text.get_text())):
-            if TextPath((0, 0), words, size=LABEL_SIZE).get_extents().width + 2 <= width * points_per_unit:
-                text.set_text(words)
-                break
-        else:
+    for text, width in labels:
+        if TextPath((0, 0), text.get_text(), size=LABEL_SIZE).get_extents().width + 2 > width * points_per_unit:
             text.remove()
 
 
@@ -304,6 +304,57 @@ def _set_time_axis(ax: Axes, end: float) -> float:
     ax.set_xlim(0, end * scale or 1.0)
     ax.set_xlabel(f"time ({unit})")
     return scale
+
+
+# A recorded step
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """Compute, copies and stalls of a recorded step over time.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        The step.
+    names : tuple of str
+        Names of the layers by their index in the timeline.
+    """
+
+    timeline: Timeline
+    names: tuple[str, ...]
+
+    def by_layer(self) -> tuple[dict[str, float], ...]:
+        """Return the seconds of each layer: ``forward`` and ``backward`` without stalls, and stalls for its copies.
+
+        Compute stalls for copies to the host in forward, ``forward_stall``, and for copies to the device in backward.
+        """
+        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
+        known = [span.layer + 1 for span in (*compute, *self.timeline.of(Kind.STALL))]
+        keys = ("forward", "backward", "forward_stall", "backward_stall")
+        sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *known]))]
+        for span in without_stalls(self.timeline):
+            if span.kind is Kind.STALL:
+                sums[span.layer][f"{_direction(span, compute).value}_stall"] += span.seconds
+            elif span.kind in (Kind.FORWARD, Kind.BACKWARD):
+                sums[span.layer][span.kind.value] += span.seconds
+        return tuple(sums)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw compute and copies over time, with the numbers of layers; see `plot_timeline`."""
+        return plot_timeline(self.timeline, ax)
+
+    def figure(self) -> Figure:
+        """Draw compute and copies, and the resident bytes under them; see `plot_step`."""
+        return plot_step(self.timeline)
+
+
+def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
+    """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
+    around = [span for span in compute if span.start <= stall.start and stall.end <= span.end]
+    behind = sorted((span for span in compute if span.start >= stall.end), key=lambda span: span.start)
+    found = [*around, *behind, *compute[-1:]]
+    return found[0].kind if found else Kind.BACKWARD
 
 
 # Time against peak memory
@@ -337,11 +388,11 @@ class Frontier(Printable):
         seconds, baseline = plan.seconds, plan.baseline_seconds
         return (
             name,
-            "-" if plan.peak_bytes is None else mebibytes(plan.peak_bytes),
+            size_or_dash(plan.peak_bytes or 0),
             "-" if seconds is None else milliseconds(seconds),
             "-" if seconds is None or not baseline else f"{seconds / baseline:.3f}",
-            mebibytes(plan.offloaded_bytes),
-            mebibytes(sum(plan.recomputed_nbytes)),
+            size_or_dash(plan.offloaded_bytes),
+            size_or_dash(sum(plan.recomputed_nbytes)),
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:

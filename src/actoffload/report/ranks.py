@@ -1,26 +1,26 @@
-"""The reports of all ranks as a table: of a model by rank and kind of group, of a pipeline by rank."""
+"""Reports of ranks: what one rank of a pipeline did, and the table of all ranks, of a model or of a pipeline."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from .._folding import fold, fold_names
-from .._tables import Bytes, Cell, Printable, Table, bytes_or_dash
-from ..schedule.timeline import percent, size
+from .._text import Printable, Table, fold, fold_names, percent, size, size_or_dash
 from .report import Report
 
-__all__ = ["PipelineReport", "PipelineTable", "RankReports", "gather_reports"]
+__all__ = ["PipelineReport", "RankReports", "gather_reports"]
 
 NUMBER = re.compile(r"(?<![^._])\d+(?![^._ ])")  # of a module: not the 1 of "fc1" nor that of "(part 1)"
 
+Cells = Mapping[str, int | str]  # of one rank, by the title of the column; numbers are bytes, which are added up
 
-def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
+
+def gather_reports(report: Report | PipelineReport, group: dist.ProcessGroup | None = None) -> RankReports:
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
     A collective: every rank of the process group calls it between two steps.  Without an initialized process group the
@@ -28,8 +28,8 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 
     Parameters
     ----------
-    report : Report
-        From `OffloadHandle.report` of this rank.
+    report : Report or PipelineReport
+        From `OffloadHandle.report` or `PipelineHandle.report` of this rank.
     group : torch.distributed.ProcessGroup or None
         The ranks that take part; all by default.  With NCCL each must have called ``torch.cuda.set_device`` with a
         device of its own.
@@ -49,7 +49,8 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     >>> actoffload.gather_reports(handle.report()).offloaded
     ({'*': 6291456},)
     """
-    given: Any = report if isinstance(report, Report) else type(report).__name__
+    kinds = Report, PipelineReport
+    given: Any = report if isinstance(report, kinds) else type(report).__name__
     ranks, gathered = [0], [given]
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank(group) < 0:
@@ -59,7 +60,7 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
         gathered = [None] * len(ranks)
         dist.all_gather_object(gathered, given, group=group)
     for rank, each in zip(ranks, gathered, strict=True):
-        if not isinstance(each, Report):
+        if not isinstance(each, kinds):
             wrong = f"gather_reports got an object of type {each} in rank {rank}"
             raise TypeError(f"{wrong}; expected a Report: pass handle.report().")
     return RankReports(tuple(gathered), tuple(ranks))
@@ -69,16 +70,16 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 class RankReports(Printable):
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
-    Ranks with the same numbers share a line.  A column has the bytes offloaded in the latest pass from all groups of a
-    kind, whose names differ in numbers only; it is empty if the rank has no such groups.
+    Ranks with the same numbers share a line.  Of models, a column has the bytes offloaded in the latest pass from all
+    groups of a kind, whose names differ in numbers only; it is empty if the rank has no such groups.
 
     Parameters
     ----------
-    reports, ranks : tuple of Report, tuple of int
+    reports, ranks : tuple of Report or PipelineReport, tuple of int
         One for each rank, in the order of their process group; their global ranks, or empty for 0, 1, 2 and so on.
     """
 
-    reports: tuple[Report, ...]
+    reports: tuple[Report | PipelineReport, ...]
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,57 +90,62 @@ class RankReports(Printable):
 
     @property
     def offloaded(self) -> tuple[dict[str, int], ...]:
-        """Offloaded bytes of each rank, by column of groups."""
-        sums = [Counter[str]() for _ in self.reports]
-        for mine, report in zip(sums, self.reports, strict=True):
-            for group in report.groups:
-                mine[NUMBER.sub("*", group.name)] += group.bytes_offloaded
-        return tuple(map(dict, sums))
+        """Offloaded bytes of each rank of a model, by column of groups."""
+        return tuple(_by_kind(report) for report in self.reports if isinstance(report, Report))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``"ranks"``, a list with the rank, the offloaded bytes by column and the report of each, for JSON."""
-        rows = zip(self.ranks, self.offloaded, self.reports, strict=True)
-        return {"ranks": [{"rank": rank, "offloaded": mine, "report": report.to_dict()} for rank, mine, report in rows]}
+        """Return ``"ranks"``, a list with the rank and the report of each, for JSON."""
+        ranks = zip(self.ranks, self.reports, strict=True)
+        return {"ranks": [{"rank": rank, "report": report.to_dict()} for rank, report in ranks]}
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        reports, offloaded = self.reports, self.offloaded
-        counts = [(report.totals.offloaded_calls, report.totals.calls) for report in reports]
-        # Title, a cell for each rank, and the sum.
-        columns: list[tuple[str, list[Cell], Cell]] = [
-            (
-                "offload",
-                [f"{part} of {whole}" for part, whole in counts],
-                " of ".join(map(str, map(sum, zip(*counts, strict=True)))),
-            )
-        ]
-        for title in dict.fromkeys(title for mine in offloaded for title in mine):
-            cells = [bytes_or_dash(mine[title]) if title in mine else "" for mine in offloaded]
-            columns.append((title, cells, bytes_or_dash(sum(mine.get(title, 0) for mine in offloaded))))
-        left = [report.totals.bytes_offloaded for report in reports]
-        rest = [max(0, report.activation_bytes - nbytes) for report, nbytes in zip(reports, left, strict=True)]
-        for title, values in (("offloaded", left), ("not offloaded", rest)):
-            columns.append((title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))))
-        if any(report.r is not None for report in reports):
-            columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
-        # No sum of peaks: each device has its own, at another time.
-        columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes or 0) for report in reports], ""))
-        host = [report.host_bytes for report in reports]
-        columns.append(("host memory", list(map(bytes_or_dash, host)), bytes_or_dash(sum(host))))
-        lines, rows = fold(range(len(reports)), lambda k: tuple(_shown(cells[k]) for _, cells, _ in columns)), []
+        found = [_cells(report) if isinstance(report, Report) else _pipeline_cells(report) for report in self.reports]
+        titles = list(dict.fromkeys(title for cells in found for title in cells))
+        rows = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
+        lines = fold(range(len(rows)), lambda k: rows[k])
+        table = []
         for same in lines:
             ranks = fold_names([str(self.ranks[k]) for k in same]) + (f" ({len(same)} ranks)" if len(same) > 1 else "")
-            rows.append((ranks, *(cells[same[0]] for _, cells, _ in columns)))
-        several = len(reports) > 1
-        rows += [("total", *(total for *_, total in columns))] if several else []
-        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(reports) else []
-        notes += ["Empty cell: the rank has no such groups."] if len(set(map(frozenset, offloaded))) > 1 else []
-        header = ("rank", *(title for title, *_ in columns))
-        return [Table(header, tuple(rows), left=2, sums=several, note=" ".join(notes))], ()
+            table.append((ranks, *rows[same[0]]))
+        if several := len(rows) > 1:
+            table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
+        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(rows) else []
+        if any(isinstance(report, PipelineReport) for report in self.reports):
+            notes.append(
+                "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
+            )
+        return [Table(("rank", *titles), tuple(table), left=2, sums=several, note=" ".join(notes))], ()
 
 
-def _shown(cell: Cell) -> str:
-    """Return what ranks in one line have in common, to one digit."""
-    return size(int(cell.nbytes)) if isinstance(cell, Bytes) else cell
+def _text(cell: int | str) -> str:
+    return cell if isinstance(cell, str) else size_or_dash(cell)
+
+
+def _sum(column: list[int | str]) -> str:
+    numbers = [cell for cell in column if isinstance(cell, int)]
+    return size_or_dash(sum(numbers)) if len(numbers) == len(column) else ""
+
+
+def _by_kind(report: Report) -> dict[str, int]:
+    """Return the offloaded bytes of groups by their names without numbers."""
+    sums = Counter[str]()
+    for group in report.groups:
+        sums[NUMBER.sub("*", group.name)] += group.bytes_offloaded
+    return dict(sums)
+
+
+def _cells(report: Report) -> Cells:
+    offloaded = report.totals.bytes_offloaded
+    return {
+        "offload": report.offloaded_share,
+        "offloaded": offloaded,
+        "not offloaded": max(0, report.activation_bytes - offloaded),
+        "freed": "-" if report.r is None else percent(report.r, 2),
+        # No sum of peaks: each device has its own, at another time.
+        "at the peak": size_or_dash(report.peak_resident_bytes or 0),
+        "host memory": report.host_bytes,
+        **_by_kind(report),
+    }
 
 
 # Pipelines
@@ -197,37 +203,17 @@ class PipelineReport(Printable):
         late = f"{self.on_demand} storages were reloaded when backward needed them: compute waited."
         kept = f"The schedule keeps {size(self.boundary_bytes)} of outputs on the device for each microbatch in flight."
         sentences = self.because, late if self.on_demand else "", kept if self.boundary_bytes else ""
-        return _pipeline_table([self]), list(filter(None, sentences))
+        tables, _ = RankReports((self,), (self.rank,))._content()
+        return tables, list(filter(None, sentences))
 
 
-@dataclass(frozen=True)
-class PipelineTable(Printable):
-    """The reports of all ranks of a pipeline; ``print`` gives a line for each."""
-
-    reports: tuple[PipelineReport, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``"ranks"``, a list with the report of each rank, for JSON."""
-        return {"ranks": [report.to_dict() for report in self.reports]}
-
-    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
-        return _pipeline_table(self.reports), ()
-
-
-def _pipeline_table(reports: Sequence[PipelineReport]) -> list[Table]:
-    header = ("rank", "stages", "offload", "offloaded", "kept", "peak", "peak in plan", "host memory")
-    rows = [
-        (
-            str(report.rank),
-            ", ".join(map(str, report.stages)),
-            f"{report.offloaded} of {report.chunks}",
-            bytes_or_dash(report.offloaded_bytes),
-            bytes_or_dash(report.saved_bytes - report.offloaded_bytes),
-            bytes_or_dash(report.peak_bytes),
-            "-" if report.expected_bytes is None else bytes_or_dash(report.expected_bytes),
-            bytes_or_dash(report.host_bytes),
-        )
-        for report in reports
-    ]
-    note = "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
-    return [Table(header, tuple(rows), left=3, note=note)]
+def _pipeline_cells(report: PipelineReport) -> Cells:
+    return {
+        "stages": ", ".join(map(str, report.stages)),
+        "offload": f"{report.offloaded} of {report.chunks}",
+        "offloaded": report.offloaded_bytes,
+        "kept": report.saved_bytes - report.offloaded_bytes,
+        "peak": size_or_dash(report.peak_bytes),
+        "peak in plan": "-" if report.expected_bytes is None else size_or_dash(report.expected_bytes),
+        "host memory": report.host_bytes,
+    }

@@ -1,37 +1,131 @@
-"""What offloading a model did, as data and as tables."""
+"""What offloading did, as data and as tables: of each group, and of a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._folding import fold, fold_names, numberless
-from .._tables import Cell, Printable, Table, bytes_or_dash
+from .._text import Printable, Table, fold, fold_names, milliseconds, numberless, percent, size, size_or_dash
 from ..engine.statistics import Reason
-from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, merge_held, sum_groups
+from .holders import HeldStorage, merge_held
 
-__all__ = ["Advice", "Report"]
+__all__ = ["WEIGHTS", "GroupReport", "Report", "add_amounts", "sum_groups"]
 
-MOST_HELD = 12
+Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
+WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
+FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded
+MOST_HELD = 12  # lines
+
+# Groups
 
 
-class Advice(str):
-    """A sentence on what to change; its attribute `change` has the arguments of `offload` that do it.
+@dataclass(frozen=True)
+class GroupReport:
+    """One group, a chosen module whose saved tensors are offloaded together.
 
-    It is empty where the program has to be changed, and where nothing can be.
+    Seconds are of the recorded step, all other numbers of the reported pass.  Sizes are in bytes.
+
+    Parameters
+    ----------
+    name, kind : str
+        Dotted name of the module; its kind, usually its class.
+    calls, offloaded, recomputed : int, bool, bool
+        Number of calls, 0 if it did not run; whether the plan offloads the group; whether it is recomputed in backward.
+    calls_offloaded : int or None
+        Number of calls that the plan offloads; None for all or none of them.
+    storages, bytes_saved : int
+        Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
+    bytes_offloaded, bytes_wasted : int
+        Bytes copied to the host; the part of them that stays on the device, because a group that is kept saved the same
+        storages later (`Reason.SHARED` counts them too), or the group was kept as the execution order changed.
+    bytes_recomputed : int
+        Bytes that backward computes again and the group does not save; 0 if that is not known.
+    kept : mapping of Reason to (int, int)
+        Saved tensors that cannot be offloaded, by reason: their number and their bytes.
+    reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
+        Storages reloaded by the schedule; storages reloaded only when backward needed them; bytes reloaded.
+    bytes_not_freed : int
+        Bytes that were offloaded and are still on the device because something refers to their storage.
+    forward_seconds, backward_seconds, forward_stall_seconds, backward_stall_seconds : float or None
+        Compute time on the device without stalls, and time for which compute waited for copies of this group: to the
+        host in forward, to the device in backward.  None unless a step was recorded.
     """
 
-    change: Mapping[str, Any]
-    nbytes: int  # that the sentence is about
+    name: str
+    kind: str = ""
+    calls: int = 1
+    offloaded: bool = False
+    recomputed: bool = False
+    calls_offloaded: int | None = None
+    storages: int = 0
+    bytes_saved: int = 0
+    bytes_offloaded: int = 0
+    bytes_wasted: int = 0
+    bytes_recomputed: int = 0
+    kept: Amounts = field(default_factory=dict)
+    reloaded_ahead: int = 0
+    reloaded_on_demand: int = 0
+    bytes_reloaded: int = 0
+    bytes_not_freed: int = 0
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    forward_stall_seconds: float | None = None
+    backward_stall_seconds: float | None = None
 
-    def __new__(cls, sentence: str, nbytes: int = 0, **change: Any) -> Advice:
-        """Return the sentence; the arguments are those of `offload`."""
-        made = super().__new__(cls, sentence)
-        made.change, made.nbytes = change, nbytes
-        return made
+    @property
+    def offloaded_calls(self) -> int:
+        """Number of calls that the plan offloads."""
+        return self.calls * self.offloaded if self.calls_offloaded is None else self.calls_offloaded
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes of activations that cannot be offloaded; weights do not count."""
+        return sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of all saved activations, whether they can be offloaded or not."""
+        return self.bytes_saved + sum(n for reason, (_, n) in self.kept.items() if reason not in WEIGHTS | FOLLOWED)
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """Stall in forward and backward together, in seconds."""
+        return _sum((self.forward_stall_seconds, self.backward_stall_seconds))
+
+
+def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
+    """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
+    groups = tuple(groups)
+    kinds = {group.kind for group in groups}
+    total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups)}
+    for done in ("offloaded", "recomputed"):
+        total[done] = any(getattr(group, done) for group in groups)
+    part, calls = sum(group.offloaded_calls for group in groups), sum(group.calls for group in groups)
+    total["calls_offloaded"] = part if 0 < part < calls else None
+    for number in {entry.name for entry in fields(GroupReport)} - {"name", "kind", *total}:
+        values = [getattr(group, number) for group in groups]
+        total[number] = _sum(values) if "seconds" in number else sum(values)
+    return GroupReport(name, kinds.pop() if len(kinds) == 1 else "", **total)
+
+
+def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
+    """Return the sums by reason, most bytes first."""
+    sums: dict[Reason, tuple[int, int]] = {}
+    for amount in amounts:
+        for reason, (count, nbytes) in amount.items():
+            before = sums.get(reason, (0, 0))
+            sums[reason] = before[0] + count, before[1] + nbytes
+    return dict(sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][0], item[0].value)))
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+# A pass
 
 
 @dataclass(frozen=True)
@@ -72,17 +166,11 @@ class Report(Printable):
     proven_bytes, samples : int
         Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
         in later ones, without a difference.
-    arguments : mapping of str to object, or None
-        The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
-    kept_modules : tuple of str
-        Names of the modules in ``keep``.
-    record : str
-        The call that records a step.
+    context : bool
+        Whether it is the report of an `OffloadContext`, and not of a handle.
     times : bool
         Whether durations are those of a real device; otherwise there is no advice about time.
-    caches : bool
-        Whether the model may return a cache of keys and values; False where its ``config.use_cache`` is.
-    advice : tuple of Advice
+    advice : tuple of str
         Sentences on what to change.
     """
 
@@ -106,11 +194,8 @@ class Report(Printable):
     refused: Mapping[str, str] = field(default_factory=dict)
     proven_bytes: int = 0
     samples: int = 0
-    arguments: Mapping[str, Any] | None = None
-    kept_modules: tuple[str, ...] = ()
-    record: str = "handle.recording()"
+    context: bool = False
     times: bool = True
-    caches: bool = True
     advice: tuple[str, ...] = ()
 
     @property
@@ -175,6 +260,11 @@ class Report(Printable):
         """How many of the groups that ran the plan offloads, as text; a group that is called twice counts twice."""
         return f"{self.totals.offloaded_calls} of {self.totals.calls}"
 
+    @property
+    def record(self) -> str:
+        """The call that records a step."""
+        return "context.record_timeline()" if self.context else "handle.recording()"
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
         sums = ("totals", "kept", "activation_bytes", "computed_bytes", "coverage", "r")
@@ -187,102 +277,90 @@ class Report(Printable):
         return [table for table in tables if table.rows], self.advice
 
 
-def _plain(value: Any, key: object = None) -> Any:
-    """Return a value ready for JSON; `key` is that of an entry of a mapping."""
-    if isinstance(key, Reason):
-        return {"tensors": value[0], "bytes": value[1]}
+def _plain(value: Any) -> Any:
+    """Return a value ready for JSON."""
     if isinstance(value, GroupReport):
         sums = ("bytes_kept", "activation_bytes", "stall_seconds")
         return _plain({**vars(value), **{name: getattr(value, name) for name in sums}})
     if isinstance(value, HeldStorage):
-        return {**vars(value), "holders": list(map(str, value.holders))}
+        return _plain(asdict(value))
     if isinstance(value, Mapping):
-        return {key.name.lower() if isinstance(key, Reason) else key: _plain(each, key) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
-    if isinstance(value, Advice):
-        return str(value)
-    return "..." if value is ... else value.__name__ if isinstance(value, type) else value
+        return {key.name.lower() if isinstance(key, Reason) else key: _plain(each) for key, each in value.items()}
+    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of numbers, shown if the sum is not 0, or `always`; equal in the groups of a line but for `times`."""
+# Tables
+
+
+class Column(NamedTuple):
+    """A column of the table of groups, which is shown if their sum has a value."""
 
     title: str
     value: Callable[[GroupReport], float | None]
-    show: Callable[[float], Cell] = bytes_or_dash
-    always: bool = False
-    times: bool = False
-
-    def mean(self, groups: Sequence[GroupReport]) -> Cell:
-        """Return the cell of a line for several groups."""
-        values = [value for group in groups if (value := self.value(group)) is not None]
-        return self.show(sum(values) / len(values)) if values else "-"
+    show: Callable[[float], str] = size
 
 
 COLUMNS = (
-    Column("saved", lambda group: group.bytes_saved, always=True),
-    Column("offloaded", lambda group: group.bytes_offloaded, always=True),
+    Column("saved", lambda group: group.bytes_saved or None),
+    Column("offloaded", lambda group: group.bytes_offloaded or None),
     Column(
         "recomputed",
-        lambda group: group.bytes_recomputed or -int(group.recomputed),
-        lambda nbytes: "yes" if nbytes < 0 else bytes_or_dash(nbytes),  # as the plan shows them
+        lambda group: group.bytes_recomputed if group.recomputed else None,
+        lambda nbytes: size(nbytes) if nbytes else "yes",  # as the plan shows them
     ),
-    Column("excluded", lambda group: group.bytes_kept),
-    Column("on demand", lambda group: group.reloaded_on_demand, lambda count: str(int(count) or "-")),
-    Column("not freed", lambda group: group.bytes_not_freed),
-    Column("forward", lambda group: group.forward_seconds, milliseconds, times=True),
-    Column("backward", lambda group: group.backward_seconds, milliseconds, times=True),
-    Column("stalled", lambda group: group.stall_seconds, milliseconds, times=True),
+    Column("excluded", lambda group: group.bytes_kept or None),
+    Column("on demand", lambda group: group.reloaded_on_demand or None, "{:.0f}".format),
+    Column("not freed", lambda group: group.bytes_not_freed or None),
+    Column("forward", lambda group: group.forward_seconds, milliseconds),
+    Column("backward", lambda group: group.backward_seconds, milliseconds),
+    Column("stalled", lambda group: group.stall_seconds, milliseconds),
 )
 
 
-def _key(group: GroupReport) -> tuple[object, ...]:
-    """Return what groups of one line have in common; compute times are never quite equal."""
-    stalled = None if group.stall_seconds is None else round(group.stall_seconds * 1e4)
-    numbers = (column.value(group) for column in COLUMNS if not column.times)
+def _cell(column: Column, line: Sequence[GroupReport]) -> str:
+    """Return the cell of a line for groups that are alike: the mean, as times are never quite equal."""
+    values = [value for group in line if (value := column.value(group)) is not None]
+    return column.show(sum(values) / len(values)) if values else "-"
+
+
+def _line(group: GroupReport) -> tuple[object, ...]:
+    """Return what groups of one line have in common."""
+    numbers = (column.value(group) for column in COLUMNS if column.show is not milliseconds)
+    stalled = round((group.stall_seconds or 0.0) * 1e4)
     return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *numbers
 
 
 def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
     groups, totals = report.groups, report.totals
-    folded = fold(groups, _key)
-    possible = [column for column in COLUMNS if report.times or not column.times]
-    columns = [column for column in possible if column.value(totals) or (column.always and groups)]
-    if totals.stall_seconds == 0.0 and report.times:  # 0.00 ms is worth a column
-        columns.append(COLUMNS[-1])
-    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
-    shown = (True, kinds, True, calls)
-
-    def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[Cell, ...]:
-        texts = name, line[0].kind, offloaded, str(line[0].calls)
-        return (*compress(texts, shown), *(column.mean(line) for column in columns))
-
+    columns = [column for column in COLUMNS if column.value(totals) is not None]
+    if not report.times:
+        columns = [column for column in columns if column.show is not milliseconds]
     rows = []
-    for line in folded:
-        name = fold_names([group.name for group in line])
+    lines = fold(groups, _line)
+    for line in lines:
+        first, name = line[0], fold_names([group.name for group in line])
+        part, whole = first.offloaded_calls, first.calls
+        offload = f"{part} of {whole}" if 0 < part < whole else "yes" if first.offloaded else "no"
         name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
-        part, whole = line[0].offloaded_calls, line[0].calls
-        rows.append(row(name, f"{part} of {whole}" if 0 < part < whole else "yes" if line[0].offloaded else "no", line))
+        rows.append((name, first.kind, offload, str(whole), *(_cell(column, line) for column in columns)))
     if groups:
-        rows.append(row("total", report.offloaded_share, (totals,)))
-    header = (*compress(("group", "kind", "offload", "calls"), shown), *(column.title for column in columns))
-    note = "\n".join(_notes(report, folded=len(folded) < len(groups)))
-    return Table(header, tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
+        cells = (_cell(column, [totals]) for column in columns)
+        rows.append(("total", totals.kind, report.offloaded_share, str(totals.calls), *cells))
+    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
+    shown = (True, kinds, True, calls, *[True] * len(columns))
+    header = ("group", "kind", "offload", "calls", *(column.title for column in columns))
+    note = "\n".join(_notes(report, folded=len(lines) < len(groups)))
+    table = [tuple(compress(row, shown)) for row in (header, *rows)]
+    return Table(table[0], tuple(table[1:]), left=2 + kinds, sums=bool(groups), note=note)
 
 
 def _notes(report: Report, *, folded: bool) -> Iterator[str]:
     if folded:
         yield "A line for several groups has the values of each of them."
-    kept = sum(group.bytes_wasted for group in report.groups if not group.offloaded)
-    for nbytes, because in (
-        (report.totals.bytes_wasted - kept, "groups that are kept share the storages"),
-        (kept, "the plan offloaded their groups, and they were kept because the execution order changed"),
-    ):
-        if nbytes:
-            yield f"Wasted copies: {size(nbytes)} were offloaded but stay on the device, because {because}."
+    if wasted := report.totals.bytes_wasted:
+        why = "groups that are kept share the storages, or the execution order changed"
+        yield f"Wasted copies: {size(wasted)} were offloaded but stay on the device, because {why}."
     if report.step_passes > 1:
         passes = f"the {report.step_passes} forward passes of the recorded step"
         yield f"Times are sums over {passes}; bytes are of the last."
@@ -306,9 +384,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.waiting_passes:
         yield "in flight", f"{report.waiting_passes} more, whose backward was still to come when this forward ended"
     if report.r is not None:
-        drop = f"{size(report.dropped_bytes or 0)} freed of {size(report.expected_bytes or 0)} that should be"
-        drop += f" in forward, and {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
-        yield "R", f"{percent(report.r, 2)}: {drop}"
+        drop = f"{size(report.dropped_bytes or 0)} of {size(report.expected_bytes or 0)} that the plan frees in forward"
+        drop += f"; {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
+        yield "freed", f"{percent(report.r, 2)}, {drop}"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         storages = "1 storage" if ahead == 1 else f"{ahead} storages"
@@ -324,20 +402,20 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _kept_table(report: Report) -> Table:
-    inside, rows = report.totals.kept, list[tuple[Cell, ...]]()
+    inside, rows = report.totals.kept, list[tuple[str, ...]]()
     for reason, (count, nbytes) in sorted(report.kept.items(), key=lambda item: item[0] in WEIGHTS):  # weights last
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
-        rows.append((words, str(count), bytes_or_dash(within), bytes_or_dash(nbytes - within)))
+        rows.append((words, str(count), size_or_dash(within), size_or_dash(nbytes - within)))
     return Table(("kept on the device", "tensors", "in groups", "outside"), tuple(rows), left=1)
 
 
 def _held_table(report: Report) -> Table:
     merged = merge_held(report.held)
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for groups, nbytes, holders in merged[:MOST_HELD]:
         lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
-        rows.append((fold_names(groups), lines[0], bytes_or_dash(nbytes)))
+        rows.append((fold_names(groups), lines[0], size_or_dash(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
     return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)

@@ -18,13 +18,10 @@ from typing import Any
 
 import torch
 
-from .._torch.autograd import NO_BACKWARD, backward_id
-
 __all__ = ["Synchronization", "Synchronizations", "find_synchronizations"]
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"  # text of the warning, in c10/cuda/CUDAFunctions.cpp
 _PROTOTYPE = "Synchronization debug mode is a prototype"
-_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
 
 # Files that are not the program: torch, this package, the standard library, installed packages, generated code.
 _FOLDERS = (
@@ -46,28 +43,24 @@ class Synchronization:
         Innermost line outside of torch and installed packages; ``""`` and 0 if the call stack has none.
     function, code : str
         Qualified name of the function; source text of the line, empty if it cannot be read.
-    in_backward, count : bool, int
-        Whether the host waited in backward, where the line of built-in operations is the call of backward; how often.
+    count : int
+        How often the host waited.  The line of built-in operations of backward is the call of backward.
     """
 
     file: str
     line: int
     function: str
     code: str
-    in_backward: bool
     count: int = 1
 
     def __str__(self) -> str:
         where = f"{self.file.removeprefix(f'{Path.cwd()}{sep}') or '<unknown>'}:{self.line} in {self.function}"
-        text = f"{where}, {_times(self.count)}{', in backward' if self.in_backward else ''}"
+        text = f"{where}, {_times(self.count)}"
         return f"{text}\n    {self.code}" if self.code else text
 
 
 class Synchronizations(list[Synchronization]):
-    """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text.
-
-    A line that waits in forward and in backward counts twice.
-    """
+    """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text."""
 
     def __str__(self) -> str:
         if not self:
@@ -117,26 +110,23 @@ def find_synchronizations() -> Iterator[Synchronizations]:
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:
     """Return the innermost line of the program at or above a frame, else that at which the caller's thread is."""
-    at, in_backward = _program(frame)
-    in_backward = in_backward or backward_id() != NO_BACKWARD
-    at = at or _program(sys._current_frames().get(caller))[0]  # autograd may have a thread with library code only
+    # Autograd may have a thread with library code only.
+    at = _program(frame) or _program(sys._current_frames().get(caller))
     if at is None:
-        return Synchronization("", 0, "<unknown>", "", in_backward)
+        return Synchronization("", 0, "<unknown>", "")
     file, line = at.f_code.co_filename, at.f_lineno
     # The source is read now: an interactive session may replace it before the result is printed.
-    return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip(), in_backward)
+    return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip())
 
 
-def _program(frame: FrameType | None) -> tuple[FrameType | None, bool]:
-    """Return the innermost frame of the program, and whether a call of backward is below it."""
-    in_backward = False
+def _program(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the program."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not (file.startswith(_FOLDERS) or any(part in file for part in _PARTS)):
             break
-        in_backward = in_backward or frame.f_code in _BACKWARD
         frame = frame.f_back
-    return frame, in_backward
+    return frame
 
 
 def _times(count: int) -> str:

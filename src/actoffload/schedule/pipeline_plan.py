@@ -14,9 +14,9 @@ from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
+from .._text import milliseconds, size, size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import Do, PlanFile, number, optional_number
-from .timeline import mebibytes, milliseconds
 
 __all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
 
@@ -222,8 +222,8 @@ class PipelinePlan:
                 sizes = nbytes[group] * (microbatches - number), nbytes[group] * number
                 total = [before + size for before, size in zip(total, sizes, strict=True)]
                 recomputed = "yes" if saves and saves[group] is not None else "-"
-                rows.append([str(stage), name, f"{number} of {microbatches}", *map(_cell, sizes), recomputed])
-        rows += [[SEPARATING_LINE], ["", "", "", *map(_cell, total), ""]]
+                rows.append([str(stage), name, f"{number} of {microbatches}", *map(size_or_dash, sizes), recomputed])
+        rows += [[SEPARATING_LINE], ["", "", "", *map(size_or_dash, total), ""]]
         header = ["stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"]
         shown = len(header) if self.saves else len(header) - 1
         align = ("right", "left", *["right"] * (shown - 2))
@@ -233,7 +233,7 @@ class PipelinePlan:
     def _expected(self) -> str:
         parts = []
         if self.peak_bytes is not None:
-            parts.append(f"peak {mebibytes(self.peak_bytes)}")
+            parts.append(f"peak {size(self.peak_bytes)}")
         if self.seconds is not None:
             beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
             parts.append(f"step {milliseconds(self.seconds)}{beside}")
@@ -289,10 +289,6 @@ def actions_at(calls: Iterable[Call]) -> Actions:
         at_step = actions.setdefault(step, {})
         at_step[position] = (*at_step.get(position, ()), ChunkAction(KINDS[kind], chunk))
     return actions
-
-
-def _cell(nbytes: int) -> str:
-    return mebibytes(nbytes) if nbytes else "-"
 
 
 def _read(content: dict[str, Any]) -> PipelinePlan:

@@ -14,13 +14,14 @@ from math import inf
 from tabulate import tabulate
 
 from .._arguments import check_fits, check_kind, check_kinds, check_seconds
+from .._text import milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
 from .plan import Plan, When
 from .run import NEVER, Compiled, RankRun
 from .stage_times import StageTimes
-from .timeline import Simulation, Timeline, mebibytes, milliseconds
+from .timeline import Simulation, Timeline
 
 __all__ = [
     "Pipeline",
@@ -178,9 +179,9 @@ class PipelineSimulation:
         rows = [
             [
                 str(number),
-                mebibytes(without.device_peak_bytes),
-                mebibytes(rank.device_peak_bytes),
-                mebibytes(rank.bytes_offloaded),
+                size(without.device_peak_bytes),
+                size(rank.device_peak_bytes),
+                size(rank.bytes_offloaded),
                 milliseconds(rank.stall_seconds),
                 milliseconds(rank.bubble_seconds),
             ]
@@ -241,10 +242,10 @@ def simulate_pipeline(
     >>> print(simulate_pipeline(one_f_one_b(ranks=2, microbatches=4), [stage] * 2, Link(d2h=50e9, h2d=50e9)))
     step 150.00 ms, 1.000 x no offload
     <BLANKLINE>
-      rank    peak without        peak    offloaded    stalled    bubbles
-    ------  --------------  ----------  -----------  ---------  ---------
-         0      2048.0 MiB  2048.0 MiB      0.0 MiB    0.00 ms   30.00 ms
-         1      1024.0 MiB  1024.0 MiB      0.0 MiB    0.00 ms   10.00 ms
+      rank    peak without      peak    offloaded    stalled    bubbles
+    ------  --------------  --------  -----------  ---------  ---------
+         0        2.00 GiB  2.00 GiB      0 bytes    0.00 ms   30.00 ms
+         1        1.00 GiB  1.00 GiB      0 bytes    0.00 ms   10.00 ms
     """
     check_pipeline(orders, stages, link, send_latency, send_bandwidth)
     if plans is not None:

@@ -6,7 +6,9 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Kind", "Simulation", "Span", "Timeline", "mebibytes", "milliseconds", "percent", "size"]
+from .._text import milliseconds, size
+
+__all__ = ["Kind", "Simulation", "Span", "Timeline"]
 
 
 class Kind(enum.Enum):
@@ -161,31 +163,9 @@ class Simulation:
             ("step", milliseconds(self.step_time, 3), f"{self.slowdown:.3f} x no offload"),
             ("forward", milliseconds(self.forward_time, 3), f"{milliseconds(self.forward_stall, 3)} stalled"),
             ("backward", milliseconds(self.backward_time, 3), f"{milliseconds(self.backward_stall, 3)} stalled"),
-            ("peak", mebibytes(self.peak_bytes), "saved activations on the device"),
-            ("offloaded", mebibytes(self.bytes_offloaded), "device to host"),
-            ("reloaded", mebibytes(self.bytes_reloaded), on_demand),
+            ("peak", size(self.peak_bytes), "saved activations on the device"),
+            ("offloaded", size(self.bytes_offloaded), "device to host"),
+            ("reloaded", size(self.bytes_reloaded), on_demand),
         )
         width = max(len(value) for _, value, _ in rows)
         return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)
-
-
-def size(nbytes: int) -> str:
-    """Return bytes in MiB, or in a smaller unit if they are fewer."""
-    if nbytes >= 2**20:
-        return mebibytes(nbytes)
-    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 2**10 else f"{nbytes} bytes"
-
-
-def mebibytes(nbytes: int) -> str:
-    """Return bytes in MiB."""
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
-def milliseconds(seconds: float, digits: int = 2) -> str:
-    """Return seconds in ms."""
-    return f"{seconds * 1e3:.{digits}f} ms"
-
-
-def percent(fraction: float, digits: int = 1, sign: str = "") -> str:
-    """Return a fraction in percent; with ``sign="+"`` also positive ones have a sign."""
-    return f"{fraction * 100:{sign}.{digits}f} %"

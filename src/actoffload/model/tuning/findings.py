@@ -9,11 +9,11 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+from ..._text import milliseconds, size
 from ...device.base import usable
 from ...planner import GroupPlan
 from ...schedule.costs import Link
 from ...schedule.simulate import simulate
-from ...schedule.timeline import milliseconds, size
 from .group_costs import scaled_cost
 from .metering import Peak, Stage
 

@@ -22,6 +22,7 @@ from functools import partial
 from math import inf, log2
 from typing import Any, TypeAlias
 
+from ..._text import size
 from ..._torch.modules import is_compiled
 from ...device.base import Backend, current_stream, usable
 from ...planner import (
@@ -38,7 +39,6 @@ from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...schedule.timeline import size
 from ..follow import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room

@@ -18,7 +18,7 @@ from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...planner import GroupPlan
 from ...replay import Policy, names_of, saving
-from ...report.groups import GroupReport
+from ...report.report import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Do, Roles
 from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure

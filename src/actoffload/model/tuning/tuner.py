@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..._text import size
 from ..._torch.modules import is_compiled
 from ..._warnings import warn
 from ...engine.engine import Engine
@@ -26,7 +27,6 @@ from ...planner import GroupPlan
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
-from ...schedule.timeline import size
 from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room

@@ -1,0 +1,165 @@
+"""Numbers with their units, names of repeated modules in one line, and tables as text or Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tabulate import SEPARATING_LINE, tabulate
+
+__all__ = [
+    "Printable",
+    "Table",
+    "byte_unit",
+    "fold",
+    "fold_names",
+    "milliseconds",
+    "numberless",
+    "percent",
+    "size",
+    "size_or_dash",
+]
+
+# Numbers
+
+
+def byte_unit(nbytes: float) -> tuple[int, str]:
+    """Return the unit in which a number of bytes is written, as bytes and as a name: GiB or MiB from one of it on."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((unit for unit in units if abs(nbytes) >= unit[0]), (1, "bytes"))
+
+
+def size(nbytes: float) -> str:
+    """Return bytes as text, such as ``1.50 GiB`` or ``512.0 MiB``."""
+    unit, name = byte_unit(nbytes)
+    digits = {"GiB": 2, "bytes": 0}.get(name, 1)
+    return f"{nbytes / unit:.{digits}f} {name}"
+
+
+def size_or_dash(nbytes: float) -> str:
+    """Return bytes as text, a dash for 0."""
+    return size(nbytes) if nbytes else "-"
+
+
+def milliseconds(seconds: float, digits: int = 2) -> str:
+    """Return seconds in ms."""
+    return f"{seconds * 1e3:.{digits}f} ms"
+
+
+def percent(fraction: float, digits: int = 1) -> str:
+    """Return a fraction in percent."""
+    return f"{fraction * 100:.{digits}f} %"
+
+
+# Names
+
+Row = TypeVar("Row")
+
+
+def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row, ...]]:
+    """Group rows with equal keys, at the place of the first of them."""
+    folded: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        folded.setdefault(key(row), []).append(row)
+    return [tuple(same) for same in folded.values()]
+
+
+def fold_names(names: Iterable[str], most: int = 3) -> str:
+    """Return names in one line: three or more whose number grows by one as a range, at most `most` parts.
+
+    >>> from actoffload._text import fold_names
+    >>> fold_names(["layers.0", "layers.1", "layers.3", "layers.4", "layers.5", "head", "tail"])
+    'layers.0, layers.1, layers.3 ... 5 and 2 more'
+    """
+    runs: list[list[str]] = []
+    for name in dict.fromkeys(names):
+        if runs and name in _successors(runs[-1][0], len(runs[-1])) and name in _successors(runs[-1][-1], 1):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    parts: list[tuple[str, int]] = []
+    for run in runs:
+        if len(run) > 2:
+            parts.append((_successors(run[0], len(run) - 1)[run[-1]], len(run)))
+        else:
+            parts += [(name, 1) for name in run]
+    more = sum(number for _, number in parts[most:])
+    return ", ".join(text for text, _ in parts[:most]) + (f" and {more} more" if more else "")
+
+
+def _successors(name: str, steps: int) -> dict[str, str]:
+    """Return the names with one number increased by some steps, each with the range from this name to it."""
+    found = {}
+    for number in re.finditer(r"\d+", name):
+        end = f"{int(number[0]) + steps}{name[number.end() :]}"
+        found[name[: number.start()] + end] = f"{name[: number.end()]} ... {end}"
+    return found
+
+
+def numberless(name: str) -> str:
+    """Return a name with its numbers replaced: what the names of repeated modules have in common."""
+    return re.sub(r"\d+", "#", name)
+
+
+# Tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: the first `left` columns are text, the others numbers; with `sums` the last row has totals."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int
+    sums: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        rows: list[Sequence[str]] = list(self.rows)
+        if self.sums:
+            rows.insert(-1, SEPARATING_LINE)
+        text = self._grid(rows, self.header) if any(self.header) else self._grid(rows, (), "plain")
+        return f"{text}\n{self.note}" if self.note else text
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown, with its totals in bold."""
+        header, *rows = ([_escape(cell).replace("|", "\\|") for cell in row] for row in (self.header, *self.rows))
+        if self.sums:
+            rows[-1] = [f"**{cell}**" if cell else "" for cell in rows[-1]]
+        text = self._grid(rows, header, "pipe")
+        return f"{text}\n\n{_escape(self.note)}" if self.note else text
+
+    def _grid(self, rows: Sequence[Sequence[str]], header: Sequence[str], notation: str = "simple") -> str:
+        align = ["left" if k < self.left else "right" for k in range(len(self.header))]
+        return str(tabulate(rows, header, tablefmt=notation, colalign=align, disable_numparse=True))
+
+
+class Printable:
+    """Print the tables and sentences of `_content` as text, in a notebook as Markdown."""
+
+    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        tables, sentences = self._content()
+        blocks = [*map(str, tables), "\n".join(f"- {sentence}" for sentence in sentences)]
+        return "\n\n".join(filter(None, blocks))
+
+    def to_markdown(self) -> str:
+        """Return the tables in Markdown, as GitHub and MyST read it."""
+        tables, sentences = self._content()
+        blocks = [table.to_markdown() for table in tables]
+        blocks.append("\n".join(f"- {_escape(sentence)}" for sentence in sentences))
+        return "\n\n".join(filter(None, blocks))
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+
+def _escape(words: str) -> str:
+    """Escape what Markdown would take for its own, but for the code between backticks."""
+    words = " ".join(words.split())
+    parts = words.split("`") if words.count("`") % 2 == 0 else [words.replace("`", "\\`")]
+    return "`".join(part if k % 2 else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", part) for k, part in enumerate(parts))

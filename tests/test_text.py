@@ -1,0 +1,85 @@
+"""Numbers with units, equal rows and names made short."""
+
+from __future__ import annotations
+
+import pytest
+
+from actoffload._text import fold, fold_names, numberless, size, size_or_dash
+
+
+@pytest.mark.parametrize(
+    ("rows", "folded"),
+    [
+        ("", []),
+        ("abc", ["a", "b", "c"]),
+        ("aaab", ["aaa", "b"]),
+        ("ababab", ["aaa", "bbb"]),
+        ("xababy", ["x", "aa", "bb", "y"]),
+        ("aabaab", ["aaaa", "bb"]),
+    ],
+)
+def test_equal_rows_are_folded_at_the_place_of_the_first(rows, folded):
+    assert ["".join(part) for part in fold(rows, str)] == folded
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ([], ""),
+        (["a.0"], "a.0"),
+        (["a.0.b", "a.1.b", "a.2.b"], "a.0 ... 2.b"),
+        (["a.9", "a.10"], "a.9, a.10"),
+        (["a.9", "a.10", "a.11"], "a.9 ... 11"),
+        (["a.0.b", "a.2.b", "a.4.b"], "a.0.b, a.2.b, a.4.b"),
+        (["a.5", "a.4", "a.3"], "a.5, a.4, a.3"),
+        (["a.0", "a.2"], "a.0, a.2"),
+        (["a.3", "a.0"], "a.3, a.0"),
+        (["a.0.b", "a.1.b", "a.12.b"], "a.0.b, a.1.b, a.12.b"),
+        (["a.0", "a.1", "a.3", "a.4"], "a.0, a.1, a.3 and 1 more"),
+        (["a.7", "a.10", "a.13"], "a.7, a.10, a.13"),
+        (
+            ["transformer.h.0", "transformer.h.1", *(f"transformer.h.{k}" for k in range(3, 24))],
+            "transformer.h.0, transformer.h.1, transformer.h.3 ... 23",
+        ),
+        (
+            [f"base_model.model.layers.{k}" for k in range(2, 16, 2)],
+            "base_model.model.layers.2, base_model.model.layers.4, base_model.model.layers.6 and 4 more",
+        ),
+        ([f"h.{k}" for k in (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13)], "h.0 ... 2, h.4 ... 6, h.8 ... 10 and 2 more"),
+        (["a.norm1", "a.norm2", "b.norm1"], "a.norm1, a.norm2, b.norm1"),
+        (["a.norm1.c", "a.norm2.c", "a.norm3.c"], "a.norm1 ... 3.c"),
+        (["a.0", "a.1", "b.0", "b.1", "b.2"], "a.0, a.1, b.0 ... 2"),
+        (["a.0 (part 2)", "a.1 (part 2)", "a.2 (part 2)"], "a.0 ... 2 (part 2)"),
+        (["a.0.b.0", "a.1.b.7", "a.2.b.0"], "a.0.b.0, a.1.b.7, a.2.b.0"),
+        (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
+        (["a.0.b.0", "a.0.b.1", "a.1.b.1"], "a.0.b.0, a.0.b.1, a.1.b.1"),
+        (["a", "b", "c"], "a, b, c"),
+        (["a", "b", "c", "d"], "a, b, c and 1 more"),
+        (["a.0", "a.1", "a.1", "a.2", "a.1"], "a.0 ... 2"),
+        (["a.0.b.0", "a.1.b.0", "a.0.b.2"], "a.0.b.0, a.1.b.0, a.0.b.2"),
+        (["0", "1", "2", "3", "8"], "0 ... 3, 8"),
+    ],
+)
+def test_several_names_become_one(names, name):
+    assert fold_names(names) == name
+
+
+def test_numbers_of_names_are_replaced():
+    assert numberless("encoder.12.mlp3") == "encoder.#.mlp#"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1536, "1.5 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (-3 * 2**20, "-3.0 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**29, "1.50 GiB"),
+    ],
+)
+def test_bytes_have_the_largest_unit_that_fits(nbytes, text):
+    assert size(nbytes) == text
+    assert size_or_dash(nbytes) == (text if nbytes else "-")
