@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from .._torch.autograd import CASTS, next_node, saved_as_input
-from .._torch.compiling import NOT_COMPILED, in_compiled_backward, opaque
+from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
     Seen,

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from .._torch.autograd import saved_as_input
-from .._torch.compiling import NOT_COMPILED, opaque
+from .._torch.modules import NOT_COMPILED, opaque
 from .._torch.tensors import version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition

@@ -23,8 +23,7 @@ import torch
 from torch.nn import Module
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, stands_for_another
-from .._torch.compiling import NOT_COMPILED, opaque
-from .._torch.modules import current_module
+from .._torch.modules import NOT_COMPILED, current_module, opaque
 from .._torch.subclasses import Seen, is_compound, plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .._torch.compiling import opaque
+from .._torch.modules import opaque
 from .._torch.subclasses import Wrappers, changed
 from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition

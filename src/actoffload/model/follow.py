@@ -50,8 +50,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch.compiling import Compiled, compiler, opaque
-from .._torch.modules import CALLS, Follower, class_attribute
+from .._torch.modules import CALLS, Compiled, Follower, class_attribute, compiler, opaque
 from ..engine.passes import ModelPass
 from ..planner import GroupPlan
 from ..replay import Policy, Program

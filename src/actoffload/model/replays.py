@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._text import fold_names
 from .._torch.autograd import in_transform, saved_tensor_hooks
-from .._torch.compiling import opaque
-from .._torch.modules import is_compiled, registered
+from .._torch.modules import is_compiled, opaque, registered
 from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.hooks import Packer, unpack

@@ -19,8 +19,8 @@ from .._torch.autograd import (
     saved_tensor_hooks,
     saved_tensor_hooks_disabled,
 )
-from .._torch.compiling import opaque, tracing
 from .._torch.lookup import unsupported
+from .._torch.modules import opaque, tracing
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine

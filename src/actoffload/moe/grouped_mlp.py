@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .._torch.compiling import opaque
+from .._torch.modules import opaque
 from ..annotations import mark_not_offload, start_offload
 from .grouped_linear import Groups
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
-from .._torch.compiling import opaque
-from .._torch.modules import registered
+from .._torch.modules import opaque, registered
 from .._torch.subclasses import changed, plain_parts
 from .._torch.tensors import address, is_freed, version_of
 from ..engine.hooks import Packer, unpack

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from ..._torch.autograd import after_backward
-from ..._torch.compiling import opaque
+from ..._torch.modules import opaque
 from ...device.base import Backend, Stream, StreamEvent, current_stream
 from ...engine.engine import Engine
 from ...engine.layer import Layer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ..._torch.autograd import after_backward
-from ..._torch.compiling import opaque
+from ..._torch.modules import opaque
 from ..._warnings import warn
 from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
