@@ -50,30 +50,12 @@ def test_r_is_the_share_that_is_gone():
     assert report(dropped_bytes=None).r is None
 
 
-def test_a_dict_goes_through_json_and_comes_back_equal():
-    held = (HeldStorage("model.layers.3", 128 * MIB, (attribute("cache", "a (B)"),)), HeldStorage("x", 1))
-    full = report(held=held, step_seconds=0.5, advice=("Do.",), outside_modules={"head": 5})
-    data = full.to_dict()
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "coverage"}
-    assert set(data) == {field.name for field in dataclasses.fields(Report)} | more
-    more = {"bytes_kept", "activation_bytes", "stall_seconds"}
-    assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | more
-    assert data["activation_bytes"] == full.activation_bytes == data["totals"]["activation_bytes"] + 300 * MIB
-    assert data["groups"][0]["activation_bytes"] == 514 * MIB
-    assert data["groups"][0]["kept"] == {
-        "parameter": [4, 100 * MIB],
-        "small": [6, 2 * MIB],
-    }
-    assert data["totals"]["bytes_offloaded"] == 2048 * MIB
-    assert data["outside"]["outside"] == [2, 300 * MIB]
-    assert data["held"][0] == {
-        "group": "model.layers.3",
-        "nbytes": 128 * MIB,
-        "holders": [{"kind": "attribute", "paths": ["cache"], "owner": "a (B)"}],
-        "is_input": False,
-    }
-    assert data["r"] == 0.9375
+def test_a_dict_goes_through_json():
+    held = HeldStorage("model.layers.3", 128 * MIB, (attribute("cache", "a (B)"),))
+    data = dataclasses.asdict(report(held=(held,), outside_modules={"head": 5}))
+    data = json.loads(json.dumps(data, allow_nan=False))
+    assert data["groups"][0]["kept"] == {"parameter": [4, 100 * MIB], "smaller than the limit": [6, 2 * MIB]}
+    assert data["held"][0]["holders"] == [{"kind": "attribute", "paths": ["cache"], "owner": "a (B)"}]
 
 
 # Text

@@ -32,11 +32,8 @@ __all__ = [
 ]
 
 
-class Reason(enum.Enum):
-    """Why a saved tensor was kept on the device."""
-
-    # Members are singletons; the hash of Enum is a function of Python's, called for every tensor that stays.
-    __hash__ = object.__hash__
+class Reason(enum.StrEnum):
+    """Why a saved tensor was kept on the device; a text, so that reports can be written as JSON."""
 
     PARAMETER = "parameter"
     BUFFER = "module buffer"

@@ -93,11 +93,6 @@ class RankReports(Printable):
         """Offloaded bytes of each rank of a model, by column of groups."""
         return tuple(_by_kind(report) for report in self.reports if isinstance(report, Report))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``"ranks"``, a list with the rank and the report of each, for JSON."""
-        ranks = zip(self.ranks, self.reports, strict=True)
-        return {"ranks": [{"rank": rank, "report": report.to_dict()} for rank, report in ranks]}
-
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         found = [_cells(report) if isinstance(report, Report) else _pipeline_cells(report) for report in self.reports]
         titles = list(dict.fromkeys(title for cells in found for title in cells))
@@ -194,10 +189,6 @@ class PipelineReport(Printable):
     on_demand: int
     host_bytes: int
     because: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, for JSON."""
-        return {**vars(self), "stages": list(self.stages)}
 
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         late = f"{self.on_demand} storages were reloaded when backward needed them: compute waited."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -131,6 +131,8 @@ def _sum(values: Iterable[float | None]) -> float | None:
 @dataclass(frozen=True)
 class Report(Printable):
     """What offloading did; ``print`` gives tables and advice, and a notebook shows them.
+
+    `dataclasses.asdict` makes a dict of all fields, ready for JSON.
 
     Parameters
     ----------
@@ -265,28 +267,10 @@ class Report(Printable):
         """The call that records a step."""
         return "context.record_timeline()" if self.context else "handle.recording()"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything under its name, ready for JSON: reasons are their names in lower case."""
-        sums = ("totals", "kept", "activation_bytes", "computed_bytes", "coverage", "r")
-        found: dict[str, Any] = _plain({**vars(self), **{name: getattr(self, name) for name in sums}})
-        return found
-
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
         tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
         return [table for table in tables if table.rows], self.advice
-
-
-def _plain(value: Any) -> Any:
-    """Return a value ready for JSON."""
-    if isinstance(value, GroupReport):
-        sums = ("bytes_kept", "activation_bytes", "stall_seconds")
-        return _plain({**vars(value), **{name: getattr(value, name) for name in sums}})
-    if isinstance(value, HeldStorage):
-        return _plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {key.name.lower() if isinstance(key, Reason) else key: _plain(each) for key, each in value.items()}
-    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 # Tables
