@@ -15,7 +15,8 @@ import torch
 from torch.nn import Linear, Parameter
 
 import actoffload
-from actoffload._torch import autograd, lookup, modules
+from actoffload import _torch
+from actoffload._torch import autograd, modules
 
 SOURCES = Path(actoffload.__file__).parent
 
@@ -95,7 +96,7 @@ def dir(thing):
 
 operator.attrgetter, builtins.getattr, builtins.dir = attrgetter, getattr, dir
 import actoffload
-from actoffload._torch.lookup import MISSING
+from actoffload._torch import MISSING
 warnings.simplefilter("ignore")
 
 
@@ -216,8 +217,8 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def test_this_torch_has_all_of_them() -> None:
-    assert lookup.MISSING == []
-    assert lookup.unsupported() is None
+    assert _torch.MISSING == []
+    assert _torch.unsupported() is None
 
 
 def test_autograd_nodes_have_the_names_that_identify_casts() -> None:

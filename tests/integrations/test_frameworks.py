@@ -201,7 +201,7 @@ def test_training_again_after_an_exception(train, make, tmp_path):
 @pytest.mark.parametrize("missing", [[], ["torch._C.a_name"]])
 @pytest.mark.parametrize("report_at", [None, 1])
 def test_a_training_without_steps_and_one_that_pytorch_does_not_support(monkeypatch, missing, report_at):
-    monkeypatch.setattr("actoffload._torch.lookup.MISSING", missing)
+    monkeypatch.setattr("actoffload._torch.MISSING", missing)
     state, net, texts = SimpleNamespace(is_world_process_zero=True), Net(), []
     callback = OffloadCallback(report_at=report_at, log=texts.append)
     callback.on_train_begin(None, state, None, model=net)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .lookup import find, need
+from . import find, need
 from .tensors import base_of
 
 NO_BACKWARD = -1

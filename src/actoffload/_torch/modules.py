@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from .lookup import find
+from . import find
 
 
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:

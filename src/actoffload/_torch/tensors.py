@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .lookup import find, getter, need
+from . import find, getter, need
 
 address: Callable[[torch.UntypedStorage], int] = getter("UntypedStorage._cdata", id)
 """Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""

@@ -10,7 +10,7 @@ import torch
 
 from .. import device as devices
 from .._arguments import check_bool, check_whole, number_of_bytes
-from .._torch.lookup import unsupported
+from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
 from ..engine.passes import Pass

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_num_layers, check_whole, checked_limits
-from .._torch.lookup import unsupported
+from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan

@@ -10,6 +10,7 @@ from weakref import WeakSet, ref
 
 import torch
 
+from .._torch import unsupported
 from .._torch.autograd import (
     NO_BACKWARD,
     SavedTensorHooks,
@@ -19,7 +20,6 @@ from .._torch.autograd import (
     saved_tensor_hooks,
     saved_tensor_hooks_disabled,
 )
-from .._torch.lookup import unsupported
 from .._torch.modules import opaque, tracing
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, checked_limits
-from .._torch.lookup import unsupported
+from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics

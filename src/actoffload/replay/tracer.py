@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from .._torch.lookup import find
+from .._torch import find
 from .._torch.modules import opaque, registered
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import (
