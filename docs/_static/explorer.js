@@ -241,7 +241,7 @@ const Explorer = (() => {
           svg, label);
       }
     });
-    const all = settings.layers * settings.bytes, unit = all >= 2 ** 31 ? [2 ** 30, "GiB"] : [MIB, "MiB"];
+    const all = settings.layers * settings.bytes, unit = all >= 2 ** 30 ? [2 ** 30, "GiB"] : [MIB, "MiB"];
     const height = (bytes) => bottom - (bytes / Math.max(all, result.peak)) * (chart - 14);
     const points = curve(settings, result);
     let path = `M ${x(0)} ${bottom}`;
@@ -274,7 +274,7 @@ const Explorer = (() => {
     const settings = read(root), result = simulate(settings);
     const checkpointed = simulate({ ...settings, offloaded: 0, recomputed: settings.layers, fraction: 0.06, again: 1 });
     const all = settings.layers * settings.bytes, stall = result.forwardStall + result.backwardStall;
-    const size = (bytes) => (all >= 2 ** 31 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / MIB).toFixed(0)} MiB`);
+    const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / MIB).toFixed(1)} MiB`);
     const rows = {
       "step time": `${ms(result.step)}, ${(result.step / result.baseline).toFixed(3)} x`,
       "peak of activations": `${size(result.peak)} of ${size(all)}`,
