@@ -19,7 +19,6 @@ from ..schedule.timeline import Kind, Span, Timeline
 __all__ = [
     "Frontier",
     "StepTimeline",
-    "plot_frontier",
     "plot_measurements",
     "plot_memory",
     "plot_step",
@@ -226,24 +225,6 @@ def without_stalls(timeline: Timeline) -> list[Span]:
     return sorted((span for span in cut if span.seconds > 0 or span.nbytes), key=lambda span: span.start)
 
 
-def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | None = None) -> Axes:
-    """Draw the expected time of plans against their peaks, and mark the present one; neither axis begins at 0."""
-    ax = _axes(ax, 5.6, 3.4)
-    known = [(plan.peak_bytes, plan.seconds) for plan in plans if plan.peak_bytes is not None and plan.seconds]
-    unit, unit_name = byte_unit(max((peak for peak, _ in known), default=0))
-    peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]
-    ax.plot(peaks, times, color=LINES[0][0], marker="o", markersize=4, linewidth=1.2, label="plans")
-    if present.peak_bytes is not None and present.seconds:
-        style: dict[str, Any] = {"color": LINES[1][0], "marker": "D", "markersize": 7, "linestyle": "none"}
-        ax.plot(present.peak_bytes / unit, present.seconds * 1e3, label="present plan", **style)
-    ax.set_xlabel(f"peak of device memory ({unit_name})")
-    ax.set_ylabel("forward and backward (ms)")
-    ax.margins(y=0.1)
-    ax.ticklabel_format(useOffset=False)
-    _legend(ax, None, 2)
-    return ax
-
-
 def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]], lane: int) -> Text | None:
     """Draw a box of pieces, (start, length) in units of the x axis, and return its label."""
     start, end, place = pieces[0][0], sum(pieces[-1]), (lane - HEIGHT / 2, HEIGHT)
@@ -396,8 +377,21 @@ class Frontier(Printable):
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw time against peak, with the present plan marked; needs matplotlib."""
-        return plot_frontier(self.plans, self.present, ax)
+        """Draw time against peak, with the present plan marked; neither axis begins at 0.  Needs matplotlib."""
+        ax = _axes(ax, 5.6, 3.4)
+        known = [(plan.peak_bytes, plan.seconds) for plan in self.plans if plan.peak_bytes is not None and plan.seconds]
+        unit, unit_name = byte_unit(max((peak for peak, _ in known), default=0))
+        peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]
+        ax.plot(peaks, times, color=LINES[0][0], marker="o", markersize=4, linewidth=1.2, label="plans")
+        if self.present.peak_bytes is not None and self.present.seconds:
+            style: dict[str, Any] = {"color": LINES[1][0], "marker": "D", "markersize": 7, "linestyle": "none"}
+            ax.plot(self.present.peak_bytes / unit, self.present.seconds * 1e3, label="present plan", **style)
+        ax.set_xlabel(f"peak of device memory ({unit_name})")
+        ax.set_ylabel("forward and backward (ms)")
+        ax.margins(y=0.1)
+        ax.ticklabel_format(useOffset=False)
+        _legend(ax, None, 2)
+        return ax
 
     def figure(self) -> Figure:
         """Return a new figure with what `plot` draws."""
