@@ -15,6 +15,7 @@ from wrappers import (
     Join,
     N,
     QuantizedTensor,
+    SavesWeight,
     Scaled,
     Split,
     Two,
@@ -113,32 +114,20 @@ def test_wrappers_of_the_same_memory_move_once():
 
 
 WEIGHTS = {
-    "itself": lambda layer: (layer.weight,),
-    "its transpose": lambda layer: (layer.weight.t(),),
-    "detached": lambda layer: (layer.weight.detach(),),
-    "a part of it": lambda layer: (layer.weight.a, layer.weight.b.t()),
-    "in a wrapper": lambda layer: (Two(layer.weight.detach(), layer.weight.detach()),),
+    "itself": lambda weight: (weight,),
+    "its transpose": lambda weight: (weight.t(),),
+    "detached": lambda weight: (weight.detach(),),
+    "a part of it": lambda weight: (weight.a, weight.b.t()),
+    "in a wrapper": lambda weight: (Two(weight.detach(), weight.detach()),),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("buffer", [False, True])
-def test_parameters_and_buffers_stay_under_any_name(name, buffer):
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            weight = Two(values(), values())
-            if buffer:
-                self.register_buffer("weight", weight)
-            else:
-                self.weight = nn.Parameter(weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Uses.apply(x, [], *WEIGHTS[name](self))
-
-    _, statistics = one_layer(Layer())
+@pytest.mark.parametrize("kind", ["trained", "buffer"])
+def test_parameters_and_buffers_stay_under_any_name(name, kind):
+    _, statistics = one_layer(SavesWeight(Two(values(), values()), WEIGHTS[name], kind))
     assert statistics.bytes_offloaded == 0
-    assert set(statistics.tensors_kept) == {Reason.BUFFER if buffer else Reason.PARAMETER}
+    assert set(statistics.tensors_kept) == {Reason.BUFFER if kind == "buffer" else Reason.PARAMETER}
 
 
 def test_a_leaf_that_requires_grad_stays():

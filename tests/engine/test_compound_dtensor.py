@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import Saves, forward, make, no_gc, nothing_held, plain, same_bits
 from torch import Tensor, nn
-from wrappers import one_layer
+from wrappers import SavesWeight, one_layer
 
 import actoffload
 from actoffload.report import Reason
@@ -117,41 +117,32 @@ def test_what_is_unpacked_has_placements_and_both_shapes(mesh):
     assert same_bits(local, expected)
 
 
+def again(weight: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(weight.to_local(), weight.device_mesh, weight.placements)
+
+
 FORMS = {
-    "itself": lambda w: w,
-    "transpose": lambda w: w.t(),
-    "detached": lambda w: w.detach().t(),
-    "local": lambda w: w.to_local(),
-    "local transpose": lambda w: w.to_local().t(),
-    "view": lambda w: w.view(-1),
-    "wrapped again": lambda w: _again(w),
+    "itself": lambda w: (w,),
+    "transpose": lambda w: (w.t(),),
+    "detached": lambda w: (w.detach().t(),),
+    "local": lambda w: (w.to_local(),),
+    "local transpose": lambda w: (w.to_local().t(),),
+    "view": lambda w: (w.view(-1),),
+    "wrapped again": lambda w: (again(w),),
 }
 
 
-def _again(w: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(w.to_local(), w.device_mesh, w.placements)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
 @pytest.mark.parametrize("form", FORMS)
-def test_sharded_parameters_stay_under_any_name(mesh, form, frozen):
+def test_sharded_parameters_stay_under_any_name(mesh, form, kind):
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    if form == "wrapped again" and not frozen and torch.__version__ < (2, 13):
+    if form == "wrapped again" and kind == "trained" and torch.__version__ < (2, 13):
         pytest.skip("DTensor.from_local has no backward for a missing gradient, before torch 2.13")
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            weight = distribute_tensor(torch.randn(32, 32), mesh, [Shard(0)])
-            self.weight = nn.Parameter(weight, requires_grad=not frozen)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Saves.apply(x, [], FORMS[form](self.weight))
-
-    _, statistics = one_layer(Layer())
+    weight = distribute_tensor(torch.randn(32, 32), mesh, [Shard(0)])
+    _, statistics = one_layer(SavesWeight(weight, FORMS[form], kind))
     assert statistics.bytes_offloaded == 0
     assert statistics.tensors_kept == {Reason.PARAMETER: 1}
 

@@ -128,7 +128,10 @@ def test_a_graph_that_is_differentiated_twice_and_retained() -> None:
 
     def gradients(y: Tensor) -> list[Any]:
         (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
-        return [first, *(torch.autograd.grad(of.sum(), weight, retain_graph=True)[0] for of in (Join.apply(first), y))]
+        return [
+            first,
+            *(torch.autograd.grad(each.sum(), weight, retain_graph=True)[0] for each in (Join.apply(first), y)),
+        ]
 
     x = torch.ones(N, N, requires_grad=True)
     layers = [torch.sin, torch.sin, layer]

@@ -65,10 +65,10 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("of", AGAIN.values(), ids=AGAIN)
-def test_a_storage_that_is_saved_again_leaves_once(of):
+@pytest.mark.parametrize("views", AGAIN.values(), ids=AGAIN)
+def test_a_storage_that_is_saved_again_leaves_once(views):
     device = Noting()
-    tensors = of(torch.randn(SHAPE))
+    tensors = views(torch.randn(SHAPE))
     y, seen, context = saving(*tensors, device=device)
     assert context.statistics().tensors_offloaded == 1
     assert len(device.out) == 1
@@ -243,11 +243,11 @@ def test_another_tensor_at_the_place_of_an_earlier_pass(place):
 def test_a_negated_view_at_the_place_of_an_earlier_pass():
     """A copy of the view has other bits than the storage, which another tensor shows."""
     context, sync = make(1, 3)
-    for of in (lambda t: t, torch._neg_view):
+    for view in (lambda t: t, torch._neg_view):
         seen: list[Tensor] = []
         tensor = BEFORE()
-        layer = lambda x, seen=seen, t=tensor, of=of: Saves.apply(x, seen, torch.randn(7, 11), of(t), t)  # noqa: E731
+        layer = lambda x, seen=seen, t=tensor, view=view: Saves.apply(x, seen, torch.randn(7, 11), view(t), t)  # noqa: E731
         y = forward([layer, *[torch.relu] * 2], start(), context, sync)
         y.sum().backward()
-        assert torch.equal(seen[1], of(tensor))
+        assert torch.equal(seen[1], view(tensor))
         assert torch.equal(seen[2], tensor)

@@ -26,8 +26,8 @@ class Two(nn.Module):
         return torch.sin(torch.cos(x * 1.0) * 1.0) * self.weight * 1.0 + row
 
 
-def run(layers, num, of=None, **more):
-    context, sync = make(num, of or len(layers), **more)
+def run(layers, num):
+    context, sync = make(num, len(layers))
     return context, sync, forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
 
 

@@ -16,12 +16,12 @@ from actoffload.report import Reason
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
-def through(*build, num: int = 1, of: int = 3):
+def through(*build, num: int = 1, count: int = 3):
     """Save what each `build()` returns in one layer each; return what is unpacked, and the context."""
-    context, sync = make(num, of)
+    context, sync = make(num, count)
     seen: list[Tensor] = []
     stages = [lambda x, b=b: Saves.apply(x, seen, *b()) for b in build]
-    stages += [lambda x: x * 1.0] * (of - len(stages))
+    stages += [lambda x: x * 1.0] * (count - len(stages))
     y = forward(stages, torch.ones(2, requires_grad=True), context, sync)
     statistics = context.statistics()
     y.sum().backward()
@@ -147,7 +147,7 @@ def test_any_views_of_a_storage(specs, second):
     """Saved in one layer or in two, of which the second copies what the first has not."""
     want = on_one_storage(specs)
     with min_elements(1):
-        got, _, statistics = through(lambda: want[:second], lambda: want[second:], num=2, of=4)
+        got, _, statistics = through(lambda: want[:second], lambda: want[second:], num=2, count=4)
     unpacked = [tensor for tensor, _ in got]
     assert all(same_layout(a, b) for a, b in zip([*want[second:], *want[:second]], unpacked, strict=True))
     if len(specs) == 1:  # and the rounding at both ends
@@ -178,7 +178,7 @@ def test_a_storage_saved_again_once_it_has_left():
     """Layer 0 is gone when the resident layer 2 saves the same storage again."""
     shared = BASE.clone()
     nothing = list
-    got, context, statistics = through(lambda: [shared], nothing, lambda: [shared], num=1, of=3)
+    got, context, statistics = through(lambda: [shared], nothing, lambda: [shared], num=1, count=3)
     assert all(same_bits(t, shared) for t, _ in got)
     assert statistics.tensors_saved == 2
     assert statistics.tensors_offloaded == 1

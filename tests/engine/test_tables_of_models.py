@@ -20,8 +20,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
 
-def reason(tensors: ModelTensors, of: Tensor) -> Reason | None:
-    return tensors.reason(address(of.untyped_storage()))
+def reason(tensors: ModelTensors, tensor: Tensor) -> Reason | None:
+    return tensors.reason(address(tensor.untyped_storage()))
 
 
 def another_parameter(net: nn.Module) -> Tensor:
@@ -102,7 +102,7 @@ def test_what_was_read_keeps_no_module_and_no_parameter():
     net = model()
     tensors = ModelTensors(net)
     assert reason(tensors, net[0].weight) is Reason.PARAMETER
-    refs = [weakref.ref(of) for of in (*net.modules(), *net.parameters(), *net.buffers())]
+    refs = [weakref.ref(each) for each in (*net.modules(), *net.parameters(), *net.buffers())]
     with no_gc():
         del net
         assert [ref() for ref in refs] == [None] * len(refs)

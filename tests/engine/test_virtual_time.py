@@ -47,24 +47,24 @@ def test_any_layers_under_the_default_schedule(data, link):
 
 
 @st.composite
-def manual_schedules(draw, of: int) -> ManualSchedule:
+def manual_schedules(draw, count: int) -> ManualSchedule:
     """Any valid order of calls."""
-    schedule = ManualSchedule(of)
+    schedule = ManualSchedule(count)
     calls = []
-    for layer in range(of):
+    for layer in range(count):
         stage = draw(st.integers(0, 3))
-        offload = draw(st.integers(layer, of - 1))
-        release = draw(st.integers(offload, of - 1))
-        reload = draw(st.integers(layer, of - 1))
+        offload = draw(st.integers(layer, count - 1))
+        release = draw(st.integers(offload, count - 1))
+        reload = draw(st.integers(layer, count - 1))
         if stage >= 1:
             calls.append((offload, 0, "start_offload_layer", layer))
         if stage >= 2:
             calls.append((release, 1, "release_activation_forward_gpu_memory", layer))
         if stage >= 3:
-            calls.append((2 * of - reload, 2, "start_reload_layer", layer))
+            calls.append((2 * count - reload, 2, "start_reload_layer", layer))
     for when, _, name, layer in sorted(calls):
         if name == "start_reload_layer":
-            schedule = schedule.start_reload_layer(layer, before_backward_of=2 * of - when)
+            schedule = schedule.start_reload_layer(layer, before_backward_of=2 * count - when)
         else:
             schedule = getattr(schedule, name)(layer, after_forward_of=when)
     return schedule

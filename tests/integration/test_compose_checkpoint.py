@@ -193,7 +193,7 @@ def test_a_region_around_the_whole_model(reentrant, words):
     def program(offload: Offload) -> list[Tensor]:
         model = Net(dropping)
         handle = offload(model)
-        results = train(lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), of=model)
+        results = train(lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), owner=model)
         if handle is not None:
             assert handle.statistics().passes == 0
         return results

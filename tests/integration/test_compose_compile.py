@@ -85,23 +85,30 @@ def by_a_function(model: Net, backend: Any, **options: Any) -> Run:
 WAYS = [each, replaced, whole, whole_in_place, by_a_function]
 
 
+def compiled(offload: Offload, way: Any, first: str, backend: Any, recompute: Any = False, **options: Any) -> Any:
+    """Compile a model and offload it, in one order or the other; return the model and what runs it."""
+    torch._dynamo.reset()
+    model = Net(dropping if way is each else Mlp)
+    if first == "offloaded":
+        offload(model, recompute=recompute)
+    run = way(model, backend, **options)
+    if first == "compiled":
+        offload(model, recompute=recompute)
+    return model, run
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("way", "first"), [(each, "offloaded"), *((way, ("compiled", "offloaded")[k % 2]) for k, way in enumerate(WAYS))]
 )
 def test_ways_to_compile(way, first):
     def program(offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model, backend = Net(dropping if way is each else Mlp), Counting()
-        if first == "offloaded":
-            offload(model)
-        run = way(model, backend)
-        if first == "compiled":
-            offload(model)
-        results = train(run, 2, of=model)
+        backend = Counting()
+        model, run = compiled(offload, way, first, backend)
+        results = train(run, 2, owner=model)
         graphs = backend.graphs
         assert graphs > 0
-        results += train(run, 10, of=model)  # more often than Dynamo compiles anything again before it gives up
+        results += train(run, 10, owner=model)  # more often than Dynamo compiles anything again before it gives up
         assert backend.graphs == graphs
         return results
 
@@ -152,7 +159,7 @@ def test_offloading_the_compiled_model_itself(way):
             with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
                 actoffload.offload(run)
             offload(model)
-        return train(run, of=model)
+        return train(run, owner=model)
 
     assert both(program).statistics().passes == STEPS
 
@@ -164,15 +171,15 @@ def test_a_model_that_ran_compiled_before(way):
     def program(offload: Offload) -> list[Tensor]:
         model, backend = Net(Mlp), Counting()
         run = way(model, backend)
-        results = train(run, 1, of=model)
+        results = train(run, 1, owner=model)
         handle = offload(model)
-        results += train(run, 2, of=model)
+        results += train(run, 2, owner=model)
         graphs = backend.graphs
-        results += train(run, 2, of=model)
+        results += train(run, 2, owner=model)
         assert backend.graphs == graphs
         if handle is not None:  # without offload, compiled code runs on as it is
             handle.remove()
-        results += train(run, 1, of=model)
+        results += train(run, 1, owner=model)
         return results
 
     assert both(program).statistics().passes == 4
@@ -192,16 +199,11 @@ def test_compiled_groups_are_recomputed_as_they_were_compiled(way, first, policy
     """As many graphs are compiled as with offloading alone: those of the groups, and none of what recomputes them."""
 
     def program(recompute: Any, offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model, backend = Net(dropping if way is each else Mlp), Counting()
-        if first == "offloaded":
-            offload(model, recompute=recompute)
-        run = way(model, backend)
-        if first == "compiled":
-            offload(model, recompute=recompute)
-        results = train(run, 2, of=model)
+        backend = Counting()
+        model, run = compiled(offload, way, first, backend, recompute)
+        results = train(run, 2, owner=model)
         graphs.append(backend.graphs)
-        results += train(run, 3, of=model)
+        results += train(run, 3, owner=model)
         assert backend.graphs == graphs[-1]
         return results
 
@@ -243,7 +245,7 @@ def test_a_model_is_compiled_after_it_was_recomputed():
         model = Net(Mlp)
         offload(model, recompute=True)
         results = train(model, 3)
-        results += train(torch.compile(model, backend="aot_eager"), 3, of=model)
+        results += train(torch.compile(model, backend="aot_eager"), 3, owner=model)
         return results + train(model, 2)
 
     assert both(program).report().refused == {}
@@ -256,15 +258,15 @@ def test_calls_of_what_was_compiled_before_are_those_of_the_model(steps_before):
     model = Net(Mlp)
     wanted = train(model, 2)
     run = torch.compile(model, backend="aot_eager")
-    train(run, steps_before, of=model)
+    train(run, steps_before, owner=model)
     with actoffload.device.use(actoffload.device.ReferenceDevice()):
         handle = actoffload.offload(model, min_bytes=64)
-    got = [train(of, 2, of=model) for of in (run, model)]
+    got = [train(called, 2, owner=model) for called in (run, model)]
     assert handle.statistics().passes == 4
     assert all(name.startswith("blocks.") and "part" not in name for name in handle.groups)
     assert handle.statistics().reloaded_on_demand == 0
-    for of in got:
-        assert all(map(torch.equal, of, wanted))
+    for results in got:
+        assert all(map(torch.equal, results, wanted))
     handle.remove()
     assert type(run) is torch._dynamo.OptimizedModule
 
@@ -283,7 +285,7 @@ def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):
     handle = offload() if first == "offloaded" else None
     run = way(model, "aot_eager", fullgraph=True)
     if first == "compiled":
-        train(run, 1, of=model)  # the single graph, which exists already, is no way around it
+        train(run, 1, owner=model)  # the single graph, which exists already, is no way around it
         handle = offload()
     assert handle is not None
     with pytest.raises(Exception, match="actoffload follows the chosen modules") as caught:
@@ -303,13 +305,8 @@ def test_changing_shapes(way, first):
     rows = (ROWS, 64, 80, 33, ROWS, 70)
 
     def program(offload: Offload) -> list[Tensor]:
-        torch._dynamo.reset()
-        model, backend = Net(dropping if way is each else Mlp), Counting()
-        if first == "offloaded":
-            offload(model)
-        run = way(model, backend, dynamic=True)
-        if first == "compiled":
-            offload(model)
+        backend = Counting()
+        model, run = compiled(offload, way, first, backend, dynamic=True)
         results, graphs = [], []
         for k, count in enumerate(rows):
             y = run(batch(k, count))

@@ -71,7 +71,7 @@ class Gathering(Block):
     """Attends to the keys and values of all ranks, each of which has a part of the sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend(q, *(torch.cat(all_gather(of.contiguous()), dim=-2) for of in (k, v)))
+        return super().attend(q, *(torch.cat(all_gather(part.contiguous()), dim=-2) for part in (k, v)))
 
 
 # Distributed data parallel

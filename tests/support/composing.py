@@ -111,23 +111,11 @@ def stepping_in_backward(model: nn.Module) -> None:
 def train(
     model: Callable[[Tensor], Tensor],
     steps: int = STEPS,
-    of: nn.Module | None = None,
+    owner: nn.Module | None = None,
     data: Callable[[int], Tensor] = batch,
 ) -> list[Tensor]:
-    """Run some steps; return outputs and gradients of all of them.
-
-    Parameters
-    ----------
-    model : callable
-        What is called.
-    steps : int
-        How often.
-    of : module, optional
-        Whose gradients count, if `model` has no parameters.
-    data : callable
-        From the number of a step to its data.
-    """
-    owner = model if of is None else of
+    """Run some steps of a model, or of what runs the model `owner`; return outputs and gradients of all of them."""
+    owner = model if owner is None else owner
     assert isinstance(owner, nn.Module)
     found = []
     for k in range(steps):
@@ -150,20 +138,7 @@ def training(make: Callable[[], nn.Module], loop: Callable[[Any], Sequence[Tenso
 
 
 class Spy:
-    """A device that also checks what is offloaded.
-
-    Parameters
-    ----------
-    inner : Backend
-        What does the work.
-
-    Attributes
-    ----------
-    offloaded : list of int
-        Bytes of each storage, or part of one, that was copied to the host.
-    watched : module or None
-        No memory of its parameters may be offloaded.
-    """
+    """A device that notes the bytes of each copy to the host, none of which may be a parameter of `watched`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -188,31 +163,14 @@ def memories(module: nn.Module) -> set[int]:
     return found - {0}
 
 
-def both(
-    program: Program, *, offloads: bool = True, watch: bool = True, device: Any = None
-) -> actoffload.OffloadHandle:
+def both(program: Program, *, offloads: bool = True, watch: bool = True) -> actoffload.OffloadHandle:
     """Run a program without offload and with; what it returns must have equal bits, and nothing may be held.
 
-    Parameters
-    ----------
-    program : callable
-        Called with a function to call instead of `actoffload.offload`.
-    offloads : bool
-        Whether something has to be offloaded.
-    watch : bool
-        Check that no parameter of the model is offloaded while it runs.
-    device : Backend, optional
-        Which device; if not given, that of `helpers.place_backend`.
-
-    Returns
-    -------
-    OffloadHandle
-        That of the second run, for its statistics.
+    Returns the handle of the second run.  `offloads` says whether something has to be offloaded, and `watch` whether
+    no parameter of the model may be while it runs.
     """
     handles: list[actoffload.OffloadHandle] = []
-    if device is None:
-        device = helpers.place_backend()
-    spy: Any = Spy(device)
+    spy: Any = Spy(helpers.place_backend())
 
     def place(module: nn.Module) -> None:
         if any(parameter.device.type != helpers.PLACE.type for parameter in module.parameters()):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import helpers
 import torch
 from helpers import Saves, forward, make, nothing_held
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
@@ -212,3 +212,18 @@ def one_layer(layer: Callable[[Tensor], Tensor], *, steps: int = 1, **more: Any)
         forward([layer, lambda x: x * 1.0, lambda x: x * 1.0], leaf * 1.0, context, sync).sum().backward()
     nothing_held(context)
     return leaf.grad, context.statistics()
+
+
+class SavesWeight(nn.Module):
+    """Saves forms of its weight, which is a parameter or a buffer."""
+
+    def __init__(self, weight: Tensor, forms: Callable[[Any], Sequence[Tensor]], kind: str = "trained") -> None:
+        super().__init__()
+        if kind == "buffer":
+            self.register_buffer("weight", weight)
+        else:
+            self.weight = nn.Parameter(weight, requires_grad=kind == "trained")
+        self.forms = forms
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Saves.apply(x, [], *self.forms(self.weight))

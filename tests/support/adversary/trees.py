@@ -156,7 +156,9 @@ class ModelRun(Run):
     def _build(self) -> None:
         found: Found = []
         self.model = Model(self.program.model, iter(range(10**6)), weakref.proxy(self), found).to(helpers.PLACE)
-        self._groups, self._kept = ([module for role, module in found if role == of] for of in ("group", "kept"))
+        self._groups, self._kept = (
+            [module for role, module in found if role == wanted] for wanted in ("group", "kept")
+        )
 
     def _open(self, device: AdversarialDevice) -> None:
         given = {"layers": self._groups, "keep": self._kept, "min_bytes": 4 * LEAST, **self.program.options}
