@@ -12,10 +12,10 @@ from torch import nn
 
 from actoffload.device import ReferenceDevice
 from actoffload.model.tuning import script
-from actoffload.model.tuning.group_costs import measured_link, steady, without_hooks
-from actoffload.model.tuning.metering import Copy
 from actoffload.schedule import LayerCost, Link, Saved
 from actoffload.schedule.timeline import Kind
+from actoffload.tune.costs import measured_link, steady, without_hooks
+from actoffload.tune.meter import Copy
 
 MIB = 2**20
 

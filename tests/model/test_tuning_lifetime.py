@@ -17,7 +17,8 @@ from timed_device import BLOCK, LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
 from actoffload.engine.statistics import TimelineRecorder
-from actoffload.model.tuning.metering import Border, Meter, TimedPass
+from actoffload.model.tuning.metering import TimedPass
+from actoffload.tune.meter import Border, Meter
 
 # Threads
 

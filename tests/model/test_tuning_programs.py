@@ -14,8 +14,8 @@ from timed_device import BLOCK, LAYERS, PASSES, Timed, TimedModel, done, offload
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "tuner.py", "script.py", "metering.py", "group_costs.py"
-TUNING = tuple(str(SOURCES / "model" / "tuning" / name) for name in NAMES)
+NAMES = "model/tuning/tuner.py", "model/tuning/script.py", "model/tuning/metering.py", "tune/meter.py", "tune/costs.py"
+TUNING = tuple(str(SOURCES / name) for name in NAMES)
 
 
 # Other orders of forwards and backwards

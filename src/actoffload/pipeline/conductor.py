@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Do, When
+from ..tune.costs import Learned
 
 __all__ = ["Conductor", "Microbatch"]
 
@@ -59,18 +60,6 @@ class _Run:
     done: int = -1  # the last position whose actions are done
 
 
-@dataclass(eq=False)
-class Learned:
-    """What the steps so far showed of the stages of a rank."""
-
-    order: tuple[Step, ...] = ()  # of the latest whole step
-    used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
-    split: dict[int, bool] = field(default_factory=dict)  # by stage
-    sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
-    boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
-    returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
-
-
 class Conductor:
     """What happens in the steps of one schedule on one rank."""
 
@@ -86,8 +75,7 @@ class Conductor:
         self._runs: dict[Step, _Run] = {}
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
         self._forwards = threading.local()
-        # Called where a computation begins (None, 0) and ends (None, 1), and at each event of its groups.
-        self.watching: Callable[[Step, When | None, int], None] | None = None
+        self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
 
     def follow(self, plan: PipelinePlan | None) -> None:
         """Carry out another plan from the next step on."""
@@ -144,10 +132,10 @@ class Conductor:
             return
         microbatch = self._begin(step)
         if self.watching is not None:
-            self.watching(step, None, 0)
+            self.watching(step, False)
         yield
         if self.watching is not None:
-            self.watching(step, None, 1)
+            self.watching(step, True)
         if microbatch is not None:
             self._end(stage, step, microbatch)
 
@@ -256,8 +244,6 @@ class Conductor:
         step, owner = microbatch.running, microbatch.owner
         if step is None or owner is None:
             return
-        if self.watching is not None:
-            self.watching(step, when, index)
         if when is When.FORWARD_START:
             self._advance(step, index)
         elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:

@@ -27,15 +27,15 @@ from typing import TypeAlias
 
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
-from ..model.tuning.group_costs import measured_link
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import within
 from ..replay import policy_for, saving
 from ..schedule.costs import LayerCost, Link
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
+from ..tune.costs import kept_outputs, measured_link, stage_cost
+from ..tune.meter import Standing, StepMeter
 from .conductor import Conductor
-from .metering import Standing, StepMeter, even_costs, kept_outputs, measured_costs, with_temporaries
 from .planning import (
     Limits,
     Measured,
@@ -230,7 +230,7 @@ class FirstSteps:
     def _fits_bare(self) -> bool:
         """Return whether a step without offloading fits into the memory of the device."""
         limit = self.limit()
-        temporary = 0 if self._copies is None else max(self._copies.temporaries.values(), default=0)
+        temporary = 0 if self._copies is None else max(self._copies.temporaries().values(), default=0)
         gradients = sum(map(sum, self._gradients.values()))
         others = self.other_bytes + gradients + temporary
         return limit is None or others + self._most_saved(self._conductor.learned.order) <= limit
@@ -265,13 +265,11 @@ class FirstSteps:
             other, steering = 0 if k else self.other_bytes, stage.steering
             gradients = self._gradients.get(stage.index, ())
             gradients = gradients if len(gradients) == len(steering.saved) else ()
-            cost = even_costs(stage.index, steering.saved, learned, steering.outside, other, gradients)
             if self._times is not None:
                 self._times.wait()
-                cost = measured_costs(stage.index, cost, self._times)
-            if self._copies is not None:
-                cost = with_temporaries(stage.index, cost, self._copies)
-            found[stage.index] = cost
+            found[stage.index] = stage_cost(
+                stage.index, steering.saved, learned, steering.outside, other, gradients, self._times, self._copies
+            )
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or any(
             not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()

@@ -11,16 +11,15 @@ from ..engine.statistics import Reason
 from ..model.follow import FollowedModule, Mode, PassSettings
 from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
-from ..model.tuning.metering import counts_in
 from ..planner import GroupPlan
 from ..replay import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Action, Do, Plan, Roles, When
+from ..tune.meter import saved_in
 from .conductor import Conductor
 
-__all__ = ["KEPT", "StageSteering", "has_grown"]
+__all__ = ["StageSteering", "has_grown"]
 
-KEPT = -1  # the place of a storage that is kept on the device
 GROWN = 64  # a group may save this part more than in the plan
 
 
@@ -179,16 +178,7 @@ class StageSteering:
             return
         if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
             return
-        counted, saved = set[object](), []
-        for layer in done.layers:
-            residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
-            counted.update(residents)
-            own = [
-                (place, storage.nbytes)
-                for place, ref in enumerate(layer.storages)
-                if (storage := ref()) is not None and counts_in(storage, layer)
-            ]
-            saved.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
+        saved = saved_in(done.layers)
         if not done.partly:
             kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
             self.outside = max(self.outside, sum(kept))

@@ -14,7 +14,7 @@ from ...device.base import usable
 from ...planner import GroupPlan
 from ...schedule.costs import Link
 from ...schedule.simulate import simulate
-from .group_costs import scaled_cost
+from ...tune.costs import scaled_cost
 from .metering import Peak, Stage
 
 __all__ = ["Findings", "Fit", "Room"]

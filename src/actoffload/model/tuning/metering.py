@@ -1,276 +1,30 @@
-"""Time passes of a model, one at a time, and measure one by group."""
+"""Time passes of a model, one at a time, and note what each is for and what it saved."""
 
 from __future__ import annotations
 
 import enum
 import threading
-import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
 
 from ..._torch.autograd import after_backward
 from ..._torch.modules import opaque
-from ...device.base import Backend, Stream, StreamEvent, current_stream
+from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.engine import Engine
-from ...engine.layer import Layer
-from ...engine.passes import ModelPass, Pass
-from ...engine.statistics import Counters, Reason, TimelineRecorder
-from ...engine.storage import Residency, SavedStorage
+from ...engine.passes import ModelPass
+from ...engine.statistics import Reason
 from ...schedule.execution_order import GroupKey
-from ...schedule.timeline import Kind
+from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import FollowedModule
 from ..replays import OperatorTimes
 
-__all__ = [
-    "LEAN",
-    "SHARERS",
-    "Border",
-    "Copy",
-    "Meter",
-    "PassTimer",
-    "Peak",
-    "Stage",
-    "TimedPass",
-    "count_elements",
-    "counts_in",
-]
+__all__ = ["LEAN", "PassTimer", "Peak", "Stage", "TimedPass", "count_elements"]
 
-
-FIRST, LONGEST = 0.02, 0.1
-"""Seconds for which the device is kept busy before a measured pass, and at most before one of its other groups."""
-SHARERS = 2
-"""Number of groups with which a storage may be saved and still count in one of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Border:
-    """The start or the end of a group's forward or backward, as the host came to it."""
-
-    kind: Kind
-    layer: int
-    ends: bool
-    event: StreamEvent
-    host: float  # seconds, without those that measuring took
-    allocated: int = 0  # bytes of device memory; 0 if not known
-    temporary: int = 0  # bytes allocated for a time since the border before, on top of what is allocated at both
-    other_bytes: int = 0  # the part of `allocated` that is no activation which can be offloaded
-    gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A copy, or a wait for one, between two events of its stream."""
-
-    kind: Kind
-    layer: int
-    at: StreamEvent  # of compute, where it was queued
-    begun: StreamEvent
-    ended: StreamEvent
-    nbytes: int
-
-
-class Copy(NamedTuple):
-    """When a copy ran, in seconds since the first border of the step, and its bytes."""
-
-    begun: float
-    ended: float
-    nbytes: int
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.ended - self.begun
-
-
-class Meter(TimelineRecorder):
-    """Records borders of groups and copies of one step, at a cost of some microseconds each.
-
-    Parameters
-    ----------
-    memory : bool
-        Also read how much device memory is allocated at each border, which takes longer.
-    modules : iterable of Module
-        Whose gradients are counted at each border.
-    """
-
-    levels = False
-    keeps_busy = True  # the device, where events would measure the host
-
-    def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
-        super().__init__(backend, counters)
-        self._memory = memory
-        # Weights that are referred to weakly could not be swapped.
-        self._modules = [weakref.ref(module) for module in modules if module._parameters]
-        self._gradients = self._gradient_bytes()  # before the pass
-        self._between = True  # no group runs
-        self._temporary = 0
-        self._allocated = self.allocated_before = self._sample()[0]
-        self.borders: list[Border] = []
-        self._transfers: list[_Transfer] = []
-        self._noted: set[tuple[Kind, int, bool]] = set()
-        self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
-        self._thread = threading.get_ident()  # that runs the forward
-        self._spent = 0.0  # seconds of the host in here
-        self._start: tuple[StreamEvent, float] | None = None  # of the latest group, on the device and on the host
-
-    def begin(self, owner: object, kind: Kind, layer: int) -> None:
-        """Note the start of a group's forward or first backward."""
-        self._note(owner, kind, layer, ends=False)
-
-    def finish(self, owner: object, kind: Kind, layer: int) -> None:
-        """Note the end of a group's forward or first backward, where it is noted first."""
-        self._note(owner, kind, layer, ends=True)
-
-    def before_actions(self) -> None:
-        """Note the memory that an event of the plan finds."""
-        self.level()
-
-    def level(self) -> None:
-        """Note the memory that an action leaves: what it frees or allocates between groups is nothing temporary."""
-        if self._between:
-            self._take_memory()
-
-    @contextmanager
-    def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
-        """Record a copy or a stall as one span."""
-        backend = self._backend
-        now = backend.host_time()
-        begun = backend.record_timed(stream)
-        at = backend.record_timed(current_stream(backend)) if kind is Kind.D2H else begun
-        self._spent += backend.host_time() - now
-        yield
-        now = backend.host_time()
-        self._transfers.append(_Transfer(kind, layer, at, begun, backend.record_timed(stream), nbytes))
-        self._spent += backend.host_time() - now
-
-    def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
-        if not isinstance(owner, Pass):
-            return
-        if self._owner is None and threading.get_ident() == self._thread:  # of the threads that run the model
-            self._owner = weakref.ref(owner)
-        border = kind, layer, ends
-        if self._owner is None or owner is not self._owner() or border in self._noted:
-            return
-        if ends and (kind, layer, False) not in self._noted:  # [guard: end without a start]
-            return
-        self._noted.add(border)
-        if not ends and self.keeps_busy:
-            self._let_host_ahead(layer)
-        event = self._backend.record_timed(current_stream(self._backend))
-        now = self._backend.host_time()
-        host = now - self._spent
-        self._take_memory()
-        allocated, temporary = self._allocated, self._temporary
-        self._between, self._temporary = ends, 0
-        other = max(allocated - _on_device(owner), 0) if allocated else 0
-        # Forwards make none, and it takes long.
-        gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
-        self.borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other, gradients))
-        self._spent += self._backend.host_time() - now
-
-    def _let_host_ahead(self, layer: int) -> None:
-        """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
-        backend, now = self._backend, self._backend.host_time()
-        stream = current_stream(backend)
-        begun = ended = backend.record_timed(stream)
-        if self._start is not None and backend.passed(self._start[0]):
-            backend.occupy(min(2 * (now - self._start[1]), LONGEST))
-            ended = backend.record_timed(stream)
-            self._transfers.append(_Transfer(Kind.STALL, layer, begun, begun, ended, 0))
-        self._start = ended, now
-
-    def _sample(self) -> tuple[int, int]:
-        """Return the bytes of device memory that are allocated, and the most since this was called before."""
-        return (self._backend.allocated() if self._memory else None) or (0, 0)
-
-    def _take_memory(self) -> None:
-        now, peak = self._sample()
-        self._temporary = max(self._temporary, peak - max(self._allocated, now))
-        self._allocated = now
-
-    def _gradient_bytes(self) -> int:
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        # A weight that `functional_call` puts there is no leaf, and asking for its gradient would warn.
-        weights = {weight for module in modules for weight in module._parameters.values() if weight is not None}
-        weights = {weight for weight in weights if weight.is_leaf}
-        gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
-        return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
-
-    def passed(self) -> bool:
-        """Return whether the device has passed all borders and copies, so that they may be read."""
-        events = [*(border.event for border in self.borders), *(transfer.ended for transfer in self._transfers)]
-        return all(map(self._backend.passed, reversed(events)))
-
-    def times(self) -> dict[tuple[Kind, int, bool], float]:
-        """Return the seconds of the device until each border, as if no copy had been waited for."""
-        stalled, first = self._stalls(), self.borders[0].event
-        at = {(each.kind, each.layer, each.ends): self._backend.elapsed(first, each.event) for each in self.borders}
-        return {border: seconds - stalled(seconds) for border, seconds in at.items()}
-
-    def host_seconds(self) -> dict[tuple[Kind, int], float]:
-        """Return for how long the host queued the forward and the backward of each group, also while it waited."""
-        at = {(border.kind, border.layer, border.ends): border.host for border in self.borders}
-        return {(k, n): host - at[k, n, False] for (k, n, ends), host in at.items() if ends and (k, n, False) in at}
-
-    def _stalls(self) -> Callable[[float], float]:
-        """Return a function: for how many seconds compute had stalled at a time since the first border."""
-        first, elapsed = self.borders[0].event, self._backend.elapsed
-        waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
-        stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
-        stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
-        ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
-        return lambda now: until[bisect_right(ends, now)]
-
-    def copies(self, kind: Kind) -> list[Copy]:
-        """Return the copies in one direction, in the order in which they ran."""
-        elapsed, first = self._backend.elapsed, self.borders[0].event
-        found = [transfer for transfer in self._transfers if transfer.kind is kind]
-        return sorted(
-            Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
-        )
-
-    def moments(self) -> dict[tuple[Kind, int], list[tuple[int, float]]]:
-        """Return when storages were saved in the forward, and first used in the backward, of each group.
-
-        Each has its bytes, and the moment as a fraction of the group's compute time.
-        """
-        device, stalled = self.times(), self._stalls()
-        found: dict[tuple[Kind, int], list[tuple[int, float]]] = {}
-        for transfer in self._transfers:
-            kind = {Kind.D2H: Kind.FORWARD, Kind.STALL: Kind.BACKWARD}.get(transfer.kind)
-            if kind is None or not transfer.nbytes or (kind, transfer.layer, True) not in device:
-                continue
-            start, end = device[kind, transfer.layer, False], device[kind, transfer.layer, True]
-            now = self._backend.elapsed(self.borders[0].event, transfer.at)
-            part = (now - stalled(now) - start) / (end - start) if end > start else 0.0
-            found.setdefault((kind, transfer.layer), []).append((transfer.nbytes, min(max(part, 0.0), 1.0)))
-        return found
-
-
-def _on_device(owner: Pass) -> int:
-    """Return the bytes of the saved activations of a pass that are on the device and can be offloaded."""
-    residents = {resident for layer in owner.layers for ref in layer.residents if (resident := ref())}
-    saved = sum(resident.nbytes for resident in residents)
-    for layer in owner.layers:
-        for storage in layer.living():
-            if counts_in(storage, layer) and storage.residency is not Residency.HOST:
-                saved += storage.nbytes
-    return saved
-
-
-def counts_in(storage: SavedStorage, layer: Layer) -> bool:
-    """Return whether a storage counts in a layer: in the last one that saved it, unless more than `SHARERS` did.
-
-    What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
-    """
-    return max(storage.layers) == layer.index and len(storage.layers) <= SHARERS
+BUSY = 0.02
+"""Seconds for which the device is kept busy before a measured pass."""
 
 
 class Stage(enum.Enum):
@@ -362,15 +116,9 @@ class TimedPass:
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
-        counted, shared = set[object](), dict[object, int]()
-        for layer in done.layers:
-            residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
-            counted.update(residents)
-            living = list(layer.living())
-            own = [storage.nbytes for storage in living if counts_in(storage, layer)]
-            self.sizes.append((*own, *(resident.nbytes for resident in residents)))
-            shared |= {storage: storage.nbytes for storage in living if len(storage.layers) > SHARERS}
-        self.shared = sum(shared.values())
+        self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
+        living = {storage for layer in done.layers for storage in layer.living()}
+        self.shared = sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)
 
     def wait(self, backend: Backend) -> None:
         """Wait until the device has run it, with its copies."""
@@ -439,7 +187,7 @@ class PassTimer:
         backend = self._engine.backend
         self._thread = threading.get_ident()
         if stage in MEASURED:
-            backend.occupy(FIRST)
+            backend.occupy(BUSY)
         timed = self._current = TimedPass.begin(stage, number, inputs, backend, memory=memory)
         self._refused = self._engine.counters.kept(Reason.HOST_FULL)
         if stage in MEASURED:

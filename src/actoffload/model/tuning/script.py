@@ -39,10 +39,10 @@ from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
+from ...tune.costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
 from ..follow import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
-from .group_costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
 from .metering import Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "room_in", "timed_operators"]
@@ -188,7 +188,11 @@ class Script:
         found = self.found
         assert lean.meter is not None
         found.in_flight, found.adopts = 1 + lean.waiting, lean.adopted > 0
-        found.size, found.tokens, found.gradients = lean.elements, lean.tokens, gradient_bytes(lean)
+        found.size, found.tokens, found.gradients = (
+            lean.elements,
+            lean.tokens,
+            gradient_bytes(lean.meter, len(lean.sizes)),
+        )
         found.device_bytes, found.largest = self._backend.memory_limit(), largest_tensor(lean)
         found.budget = self._budget
         own = room_in(lean, self._backend, self._budget).less(self._short)
@@ -246,7 +250,9 @@ class Script:
             for key, sizes in zip(sequence, lean.sizes, strict=True)
         ]
         assert lean.meter is not None
-        costs = without_hooks(steady(layer_costs(lean, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS)
+        costs = without_hooks(
+            steady(layer_costs(lean.meter, lean.sizes, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS
+        )
         plain = self._plain_compiled(traced, allocated)
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
@@ -299,7 +305,9 @@ class Script:
             return {}
         compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
         kinds = [representative_kind(self._groups[key.group]) for key in timed.sequence]
-        costs = without_hooks(layer_costs(timed, compiled, allocated), timed.meter, kinds, HOST_SECONDS)
+        costs = without_hooks(
+            layer_costs(timed.meter, timed.sizes, compiled, allocated), timed.meter, kinds, HOST_SECONDS
+        )
         found: dict[Hashable, LayerCost] = {}
         for k, kind in enumerate(kinds):
             if k in compiled and (kind not in found or costs[k].nbytes > found[kind].nbytes):

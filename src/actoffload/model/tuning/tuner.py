@@ -27,10 +27,11 @@ from ...planner import GroupPlan
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
+from ...tune.meter import Meter
 from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
-from .metering import LEAN, Meter, PassTimer, Stage, TimedPass, count_elements
+from .metering import LEAN, PassTimer, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representative_kind, room_in
 from .steering import RolesOfPlan, recomputing

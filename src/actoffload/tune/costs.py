@@ -6,16 +6,27 @@ import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from statistics import median
 
-from ...schedule.costs import LayerCost, Link, Saved
-from ...schedule.timeline import Kind
-from .metering import Copy, Meter, TimedPass
+from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
+from ..schedule.timeline import Kind
+from .meter import PASS, Copy, Meter, Span, StepMeter, spans
 
-__all__ = ["gradient_bytes", "layer_costs", "measured_link", "scaled_cost", "steady", "without_hooks"]
+__all__ = [
+    "Learned",
+    "gradient_bytes",
+    "kept_outputs",
+    "layer_costs",
+    "measured_link",
+    "scaled_cost",
+    "stage_cost",
+    "steady",
+    "without_hooks",
+]
 
 
 SHARED = 0.05
@@ -70,13 +81,17 @@ def _rate(copies: Sequence[Copy], shared: Sequence[float]) -> float | None:
     )
 
 
-def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int = 0) -> tuple[LayerCost, ...]:
+def layer_costs(
+    meter: Meter, sizes: Sequence[Sequence[int]], compiled: Collection[int] = (), allocated: int = 0
+) -> tuple[LayerCost, ...]:
     """Return what each group of a pass that offloaded everything costs the device.
 
     Parameters
     ----------
-    timed : TimedPass
-        The pass.
+    meter : Meter
+        Of the pass.
+    sizes : sequence of sequence of int
+        By group: bytes of the storages that it saves.
     compiled : collection of int
         Groups that are compiled: they save everything at the end of their forward.
     allocated : int
@@ -88,25 +103,21 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
     there is none, they count as needed when backward starts.  A group that has no backward, because its weights and
     inputs need no gradients, takes no time in it.
     """
-    assert timed.meter is not None
-    sizes, moments = timed.sizes, timed.meter.moments()
-    times = timed.meter.times()
-    more = max(allocated - timed.meter.allocated_before, 0)  # [guard: gradients before some passes only]
+    moments = meter.moments()
+    times = meter.times()[PASS]
+    more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
     other = {
         (border.kind, border.layer, border.ends): (border.other_bytes + more, border.temporary)
-        for border in timed.meter.borders
+        for border in meter.borders
     }
     alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
-    now, spans = 0.0, dict[tuple[Kind, int], tuple[float, float]]()  # seconds of the gap before it, and of a group
     groups = range(len(sizes))
-    for kind, k in (*((Kind.FORWARD, k) for k in groups), *((Kind.BACKWARD, k) for k in reversed(groups))):
-        end = times.get((kind, k, True), 0.0)
-        start = times[kind, k, False] if (kind, k, True) in times else 0.0
-        spans[kind, k] = max(start - now, 0.0), max(end - start, 0.0)
-        now = max(end, now)
+    forwards = spans(times, Kind.FORWARD, groups, 0.0)
+    turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
+    backwards = spans(times, Kind.BACKWARD, reversed(groups), turned)
     costs = []
     for k in groups:
-        (gap_forward, forward), (gap_backward, backward) = spans[Kind.FORWARD, k], spans[Kind.BACKWARD, k]
+        (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
         if k in compiled:
             saved = [Saved(max(nbytes, 1)) for nbytes in sizes[k]]
         else:
@@ -134,12 +145,11 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
     return tuple(costs)
 
 
-def gradient_bytes(timed: TimedPass) -> tuple[tuple[int, ...], ...]:
+def gradient_bytes(meter: Meter, groups: int) -> tuple[tuple[int, ...], ...]:
     """Return the new gradients that were there at the four borders of each group, as in `LayerCost.other_bytes`."""
-    assert timed.meter is not None
-    found = {(border.kind, border.layer, border.ends): border.gradients for border in timed.meter.borders}
+    found = {(border.kind, border.layer, border.ends): border.gradients for border in meter.borders}
     borders = [(kind, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
-    return tuple(tuple(found.get((kind, k, ends), 0) for kind, ends in borders) for k in range(len(timed.sizes)))
+    return tuple(tuple(found.get((kind, k, ends), 0) for kind, ends in borders) for k in range(groups))
 
 
 def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCost:
@@ -233,3 +243,124 @@ def _saved(sizes: Sequence[int], saves: Iterable[tuple[int, float]], uses: Itera
     ]
     saved.reverse()
     return sorted(saved, key=lambda each: each.saved_at)
+
+
+# Pipelines
+
+
+@dataclass(eq=False)
+class Learned:
+    """What the steps so far showed of the stages of a rank."""
+
+    order: tuple[Step, ...] = ()  # of the latest whole step
+    used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
+    split: dict[int, bool] = field(default_factory=dict)  # by stage
+    sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
+    boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
+    returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
+
+
+def kept_outputs(stage: int, learned: Learned) -> tuple[int, int]:
+    """Return the bytes of outputs that a stage keeps of a microbatch until its last backward, and until the step ends.
+
+    Those that are saved do not count.
+    """
+    nbytes = learned.boundary.get(stage, 0)
+    return (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
+
+
+def stage_cost(
+    stage: int,
+    saved: Sequence[Sequence[tuple[int, int]]],
+    learned: Learned,
+    outside: int = 0,
+    other_bytes: int = 0,
+    gradients: Sequence[int] = (),
+    times: StepMeter | None = None,
+    memory: StepMeter | None = None,
+) -> StageCost:
+    """Return the cost of a stage.
+
+    Parameters
+    ----------
+    stage : int
+        Its index.
+    saved : sequence of sequence of tuple of int
+        By group: the place and the bytes of each storage that it saves.
+    learned : Learned
+        What the steps so far showed.
+    outside, other_bytes : int
+        Bytes that a microbatch saves in no group, and bytes that are always on the device.
+    gradients : sequence of int
+        Bytes that each group allocates for gradients.
+    times, memory : StepMeter, optional
+        Of steps that show how long groups take, and what they allocate for a time.  Without, all take the same time.
+    """
+    # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
+    late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
+    split = learned.split.get(stage, False) or (stage > 0 and stage in late)
+    most = {} if memory is None else memory.temporaries(stage)
+    groups, splits = [], []
+    for k, (forward, backward, halves) in enumerate(_group_times(stage, len(saved), times, split=split)):
+        groups.append(
+            LayerCost(
+                forward.seconds,
+                backward.seconds,
+                _evenly([nbytes for _, nbytes in saved[k]]),
+                gap_forward=forward.gap,
+                gap_backward=backward.gap,
+                gap_forward_temporary=most.get((Kind.FORWARD, k, False), 0),
+                forward_temporary=most.get((Kind.FORWARD, k, True), 0),
+                gap_backward_temporary=most.get((Kind.BACKWARD, k, False), 0),
+                backward_temporary=most.get((Kind.BACKWARD, k, True), 0),
+            )
+        )
+        used = learned.used.get((stage, k), frozenset())
+        splits.append(SplitCost(*halves, sum(nbytes for place, nbytes in saved[k] if place in used)))
+    sent = learned.sent.get(stage, 0)
+    boundary, output = kept_outputs(stage, learned)
+    return StageCost(
+        tuple(groups),
+        tuple(splits) if split else (),
+        boundary + outside,
+        sent_forward=sent,
+        sent_backward=learned.sent.get(stage - 1, sent),
+        other_bytes=other_bytes,
+        output_bytes=output,
+        gradient_bytes=tuple(gradients),
+    )
+
+
+def _group_times(
+    stage: int, count: int, meter: StepMeter | None, *, split: bool
+) -> list[tuple[Span, Span, tuple[float, float]]]:
+    """Return the times of the forward and the backward of each group, and the seconds of the halves of its backward.
+
+    What a step did not show is the same for all groups.
+    """
+    even = [(Span(0.0, 1.0), Span(0.0, 2.0), (1.0, 1.0))] * count
+    if meter is None:
+        return even
+    forward = meter.groups(stage, Computation.FORWARD, count)
+    inputs = meter.groups(stage, Computation.BACKWARD_INPUT, count)
+    backward = meter.groups(stage, Computation.BACKWARD, count)
+    weights = meter.computations(stage, Computation.BACKWARD_WEIGHT)
+    if backward is None and not split:  # the weight backward is the full one
+        backward = meter.groups(stage, Computation.BACKWARD_WEIGHT, count)
+    if forward is None or (backward is None and inputs is None):
+        return even
+    halves = [(1.0, 1.0)] * count
+    if inputs is not None and weights is not None:
+        whole = sum(each.seconds for each in inputs)
+        halves = [(each.seconds, weights * (each.seconds / whole if whole else 1 / count)) for each in inputs]
+    elif backward is not None:
+        halves = [(each.seconds / 2, each.seconds / 2) for each in backward]
+    if backward is None:
+        backward = [Span(each.gap, sum(half)) for each, half in zip(inputs or (), halves, strict=True)]
+    return list(zip(forward, backward, halves, strict=True))
+
+
+def _evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
+    """Return storages that are saved at equal distances, and needed in reverse order."""
+    count = len(sizes)
+    return tuple(Saved(nbytes, (k + 1) / count, (count - 1 - k) / count) for k, nbytes in enumerate(sizes) if nbytes)

@@ -1,0 +1,465 @@
+"""Measure the passes of a model or the steps of a schedule: when groups begin and end, how fast copies are, and memory.
+
+`[Note: memory of a step]`  A peak that is compared with the saved tensors at their own peak counts twice what a plan
+counts by itself.  So memory is read where groups and computations begin and end.  What is allocated inside of a group
+alone is temporary.  From what is allocated at such a border go the saved tensors, the boundaries
+of the microbatches in flight, and the gradients of stages that had a backward; the rest is there in the whole step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn import Module
+
+from ..device.base import Backend, Stream, StreamEvent, current_stream
+from ..engine.layer import Layer
+from ..engine.passes import ModelPass, Pass
+from ..engine.statistics import Counters, TimelineRecorder
+from ..engine.storage import Residency, SavedStorage
+from ..schedule.pipeline import Computation, Step
+from ..schedule.timeline import Kind
+
+__all__ = ["PASS", "SHARERS", "Border", "Copy", "Meter", "Span", "Standing", "StepMeter", "saved_in", "spans"]
+
+
+LONGEST = 0.1
+"""Seconds for which the device is kept busy at most before a group."""
+KEPT = -1  # the place of a storage that is kept on the device
+SHARERS = 2
+"""Number of groups with which a storage may be saved and still count in one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The start or the end of a group's forward or backward, as the host came to it."""
+
+    step: Hashable  # of which it is a part; see `Meter.step_of`
+    kind: Kind
+    layer: int
+    ends: bool
+    event: StreamEvent
+    host: float  # seconds, without those that measuring took
+    allocated: int = 0  # bytes of device memory; 0 if not known
+    temporary: int = 0  # bytes allocated for a time since the border before, on top of what is allocated at both
+    other_bytes: int = 0  # the part of `allocated` that is no activation which can be offloaded
+    gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A copy, or a wait for one, between two events of its stream."""
+
+    kind: Kind
+    layer: int
+    at: StreamEvent  # of compute, where it was queued
+    begun: StreamEvent
+    ended: StreamEvent
+    nbytes: int
+
+
+class Copy(NamedTuple):
+    """When a copy ran, in seconds since the first border of the step, and its bytes."""
+
+    begun: float
+    ended: float
+    nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.begun
+
+
+PASS = "pass"  # what a model has in place of the steps of a pipeline
+
+
+class Meter(TimelineRecorder):
+    """Records borders of groups and copies, at a cost of some microseconds each.
+
+    Parameters
+    ----------
+    memory : bool
+        Also read how much device memory is allocated at each border, which takes longer.
+    modules : iterable of Module
+        Whose gradients are counted at each border.
+    """
+
+    levels = False
+    keeps_busy = True  # the device, where events would measure the host
+
+    def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
+        super().__init__(backend, counters)
+        self._memory = memory
+        # Weights that are referred to weakly could not be swapped.
+        self._modules = [weakref.ref(module) for module in modules if module._parameters]
+        self._gradients = self._gradient_bytes()  # before the pass
+        self._between = True  # no group runs
+        self._temporary = 0
+        self._allocated = self.allocated_before = self._sample()[0]
+        self.borders: list[Border] = []
+        self._transfers: list[_Transfer] = []
+        self._noted: set[tuple[Hashable, Kind, int, bool]] = set()
+        self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
+        self._thread = threading.get_ident()  # that runs the forward
+        self._spent = 0.0  # seconds of the host in here
+        self._start: tuple[StreamEvent, float] | None = None  # of the latest group, on the device and on the host
+
+    def begin(self, owner: object, kind: Kind, layer: int) -> None:
+        """Note the start of a group's forward or first backward."""
+        self._note(owner, kind, layer, ends=False)
+
+    def finish(self, owner: object, kind: Kind, layer: int) -> None:
+        """Note the end of a group's forward or first backward, where it is noted first."""
+        self._note(owner, kind, layer, ends=True)
+
+    def before_actions(self) -> None:
+        """Note the memory that an event of the plan finds."""
+        self.level()
+
+    def level(self) -> None:
+        """Note the memory that an action leaves: what it frees or allocates between groups is nothing temporary."""
+        if self._between:
+            self._take_memory()
+
+    @contextmanager
+    def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
+        """Record a copy or a stall as one span."""
+        backend = self._backend
+        now = backend.host_time()
+        begun = backend.record_timed(stream)
+        at = backend.record_timed(current_stream(backend)) if kind is Kind.D2H else begun
+        self._spent += backend.host_time() - now
+        yield
+        now = backend.host_time()
+        self._transfers.append(_Transfer(kind, layer, at, begun, backend.record_timed(stream), nbytes))
+        self._spent += backend.host_time() - now
+
+    def step_of(self, owner: Pass) -> Hashable:
+        """Return the step that a pass is in, None if it is not measured: the first pass of this thread is."""
+        if self._owner is None and threading.get_ident() == self._thread:  # of the threads that run the model
+            self._owner = weakref.ref(owner)
+        return PASS if self._owner is not None and owner is self._owner() else None
+
+    def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
+        step = self.step_of(owner) if isinstance(owner, Pass) else None
+        border = step, kind, layer, ends
+        if step is None or border in self._noted:
+            return
+        if ends and (step, kind, layer, False) not in self._noted:  # [guard: end without a start]
+            return
+        self._noted.add(border)
+        if not ends and self.keeps_busy:
+            self._let_host_ahead(layer)
+        event = self._backend.record_timed(current_stream(self._backend))
+        now = self._backend.host_time()
+        host = now - self._spent
+        self._take_memory()
+        allocated, temporary = self._allocated, self._temporary
+        self._between, self._temporary = ends, 0
+        # Forwards make none, and it takes long.
+        gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
+        other = self._other_bytes(owner)
+        self.borders.append(Border(step, kind, layer, ends, event, host, allocated, temporary, other, gradients))
+        self._spent += self._backend.host_time() - now
+
+    def _other_bytes(self, owner: object) -> int:
+        """Return the bytes that are allocated and are no activations which can be offloaded."""
+        assert isinstance(owner, Pass)
+        return max(self._allocated - _on_device(owner), 0) if self._allocated else 0
+
+    def _let_host_ahead(self, layer: int) -> None:
+        """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
+        backend, now = self._backend, self._backend.host_time()
+        stream = current_stream(backend)
+        begun = ended = backend.record_timed(stream)
+        if self._start is not None and backend.passed(self._start[0]):
+            backend.occupy(min(2 * (now - self._start[1]), LONGEST))
+            ended = backend.record_timed(stream)
+            self._transfers.append(_Transfer(Kind.STALL, layer, begun, begun, ended, 0))
+        self._start = ended, now
+
+    def _sample(self) -> tuple[int, int]:
+        """Return the bytes of device memory that are allocated, and the most since this was called before."""
+        return (self._backend.allocated() if self._memory else None) or (0, 0)
+
+    def _take_memory(self) -> None:
+        now, peak = self._sample()
+        self._temporary = max(self._temporary, peak - max(self._allocated, now))
+        self._allocated = now
+
+    def _gradient_bytes(self) -> int:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        # A weight that `functional_call` puts there is no leaf, and asking for its gradient would warn.
+        weights = {weight for module in modules for weight in module._parameters.values() if weight is not None}
+        weights = {weight for weight in weights if weight.is_leaf}
+        gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
+        return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
+
+    def passed(self) -> bool:
+        """Return whether the device has passed all borders and copies, so that they may be read."""
+        events = [*(border.event for border in self.borders), *(transfer.ended for transfer in self._transfers)]
+        return all(map(self._backend.passed, reversed(events)))
+
+    def times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
+        """Return by step the seconds of the device until each border, as if no copy had been waited for."""
+        stalled, first = self._stalls(), self.borders[0].event
+        found: dict[Hashable, dict[tuple[Kind, int, bool], float]] = {}
+        for each in self.borders:
+            at = self._backend.elapsed(first, each.event)
+            found.setdefault(each.step, {})[each.kind, each.layer, each.ends] = at - stalled(at)
+        return found
+
+    def host_seconds(self) -> dict[tuple[Kind, int], float]:
+        """Return for how long the host queued the forward and the backward of each group, also while it waited."""
+        at = {(border.kind, border.layer, border.ends): border.host for border in self.borders}
+        return {(k, n): host - at[k, n, False] for (k, n, ends), host in at.items() if ends and (k, n, False) in at}
+
+    def _stalls(self) -> Callable[[float], float]:
+        """Return a function: for how many seconds compute had stalled at a time since the first border."""
+        first, elapsed = self.borders[0].event, self._backend.elapsed
+        waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
+        stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
+        stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
+        ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
+        return lambda now: until[bisect_right(ends, now)]
+
+    def copies(self, kind: Kind) -> list[Copy]:
+        """Return the copies in one direction, in the order in which they ran."""
+        elapsed, first = self._backend.elapsed, self.borders[0].event
+        found = [transfer for transfer in self._transfers if transfer.kind is kind]
+        return sorted(
+            Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
+        )
+
+    def moments(self) -> dict[tuple[Kind, int], list[tuple[int, float]]]:
+        """Return when storages were saved in the forward, and first used in the backward, of each group.
+
+        Each has its bytes, and the moment as a fraction of the group's compute time.
+        """
+        device, stalled = self.times()[PASS], self._stalls()
+        found: dict[tuple[Kind, int], list[tuple[int, float]]] = {}
+        for transfer in self._transfers:
+            kind = {Kind.D2H: Kind.FORWARD, Kind.STALL: Kind.BACKWARD}.get(transfer.kind)
+            if kind is None or not transfer.nbytes or (kind, transfer.layer, True) not in device:
+                continue
+            start, end = device[kind, transfer.layer, False], device[kind, transfer.layer, True]
+            now = self._backend.elapsed(self.borders[0].event, transfer.at)
+            part = (now - stalled(now) - start) / (end - start) if end > start else 0.0
+            found.setdefault((kind, transfer.layer), []).append((transfer.nbytes, min(max(part, 0.0), 1.0)))
+        return found
+
+
+class Span(NamedTuple):
+    """Seconds of the gap before a group, and of the group."""
+
+    gap: float = 0.0
+    seconds: float = 0.0
+
+
+def spans(
+    times: Mapping[tuple[Kind, int, bool], float], kind: Kind, groups: Iterable[int], now: float
+) -> dict[int, Span]:
+    """Return the time of each group in a forward or a backward that began at some moment, in the order of the groups.
+
+    One that backward never comes to, because nothing in it needs a gradient, has none.
+    """
+    found = {}
+    for k in groups:
+        begun, ended = times.get((kind, k, False)), times.get((kind, k, True))
+        if begun is None or ended is None:
+            found[k] = Span()
+            continue
+        found[k] = Span(max(begun - now, 0.0), max(ended - begun, 0.0))
+        now = max(ended, now)
+    return found
+
+
+def _on_device(owner: Pass) -> int:
+    """Return the bytes of the saved activations of a pass that are on the device and can be offloaded."""
+    residents = {resident for layer in owner.layers for ref in layer.residents if (resident := ref())}
+    saved = sum(resident.nbytes for resident in residents)
+    for layer in owner.layers:
+        for storage in layer.living():
+            if _counts_in(storage, layer) and storage.residency is not Residency.HOST:
+                saved += storage.nbytes
+    return saved
+
+
+def saved_in(layers: Iterable[Layer]) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each layer the place and the bytes of what counts in it; what is kept on the device is at `KEPT`."""
+    counted, found = set[object](), []
+    for layer in layers:
+        residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
+        counted.update(residents)
+        own = [
+            (place, storage.nbytes)
+            for place, ref in enumerate(layer.storages)
+            if (storage := ref()) is not None and _counts_in(storage, layer)
+        ]
+        found.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
+    return found
+
+
+def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
+    """Return whether a storage counts in a layer: in the last one that saved it, unless more than `SHARERS` did.
+
+    What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
+    """
+    return max(storage.layers) == layer.index and len(storage.layers) <= SHARERS
+
+
+# Pipelines
+
+WHOLE = -1  # in place of a group: the computation
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes of a stage that a plan counts by itself."""
+
+    boundary: int  # of each microbatch, from its forward to its last backward
+    output: int  # of each microbatch, from its forward on
+    gradients: int  # of weights of its groups, from its first backward on
+
+
+class StepMeter(Meter):
+    """Records the copies of a step of a schedule, its computations and their groups, and the memory at them.
+
+    It is installed as the recorder of the engine; the conductor calls `note` where a computation begins and ends.
+
+    Parameters
+    ----------
+    standing : mapping of int to Standing, optional
+        By stage; memory is read only if it is given, which takes time of the host.
+    """
+
+    keeps_busy = False  # other ranks would wait
+
+    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
+        super().__init__(backend, counters, memory=bool(standing))
+        self._standing = standing or {}
+        self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
+        self.other_bytes = 0
+        self._settled = True  # no gradients are being allocated
+        self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
+        begun = backend.record_timed(current_stream(backend))
+        self.borders.append(Border(None, Kind.FORWARD, WHOLE, False, begun, backend.host_time()))
+        self._ended: StreamEvent | None = None
+
+    def temporaries(self, stage: int | None = None) -> dict[tuple[Kind, int, bool], int]:
+        """Return the most bytes that were allocated for a time before each border, of one stage or of all."""
+        found: dict[tuple[Kind, int, bool], int] = {}
+        for each in self.borders:
+            if stage is None or (isinstance(each.step, Step) and each.step.stage == stage):
+                border = each.kind, each.layer, each.ends
+                found[border] = max(found.get(border, 0), each.temporary)
+        return found
+
+    def end(self) -> None:
+        """Note the end of the step."""
+        self._ended = self._backend.record_timed(current_stream(self._backend))
+
+    def seconds(self) -> float:
+        """Return how long the whole step took, with all that it waited for."""
+        assert self._ended is not None
+        return self._backend.elapsed(self.borders[0].event, self._ended)
+
+    def note(self, step: Step, ends: bool) -> None:
+        """Note the time and the memory where a computation begins or ends."""
+        event = self._backend.record_timed(current_stream(self._backend))
+        self.borders.append(Border(step, _kind(step.computation), WHOLE, ends, event, self._backend.host_time()))
+        self._computing[step.stage] = step
+        if ends:
+            del self._computing[step.stage]
+        begins = step.computation is Computation.FORWARD and not ends
+        self._in_flight[step.stage] += begins
+        self._forwards[step.stage] += begins
+        weights = step.computation in (Computation.BACKWARD, Computation.BACKWARD_WEIGHT)
+        if weights and ends:
+            self._with_gradients.add(step.stage)
+        self._settled = ends or not weights or step.stage in self._with_gradients
+        self.level()
+        self._in_flight[step.stage] -= weights and ends
+
+    def level(self) -> None:
+        """Note the memory between groups, and what of it is there in the whole step."""
+        super().level()
+        if self._standing and self._between and self._settled:
+            standing = sum(
+                self._in_flight[stage] * each.boundary
+                + self._forwards[stage] * each.output
+                + each.gradients * (stage in self._with_gradients)
+                for stage, each in self._standing.items()
+            )
+            other = self._allocated - self._counters.resident_bytes - standing
+            self.other_bytes = max(self.other_bytes, other)
+
+    def step_of(self, owner: Pass) -> Hashable:
+        """Return what the stage of a pass computes; None if that is not followed."""
+        return self._computing.get(owner.model) if isinstance(owner, ModelPass) else None
+
+    def _other_bytes(self, owner: object) -> int:
+        """Return nothing: other memory is counted in the whole step."""
+        return 0
+
+    def passed(self) -> bool:
+        """Return whether the device has passed all borders and copies."""
+        return (self._ended is None or self._backend.passed(self._ended)) and super().passed()
+
+    def wait(self) -> None:
+        """Wait until the device has passed all borders and copies."""
+        if not self.passed():
+            self._backend.synchronize(self._backend.current_device())
+
+    def computations(self, stage: int, computation: Computation) -> float | None:
+        """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
+        found = [ended - begun for begun, ended, _ in self._ran(stage, computation)]
+        return median(found) if found else None
+
+    def groups(self, stage: int, computation: Computation, count: int) -> list[Span] | None:
+        """Return the median times of each group in a computation of a stage; None if the step had none of it.
+
+        Where no group was seen, each has the same part of the computation.
+        """
+        ran = self._ran(stage, computation)
+        if not ran:
+            return None
+        kind = _kind(computation)
+        order = range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
+        found = [spans(times, kind, order, begun) for begun, _, times in ran if len(times) > 2]
+        if not found:
+            return [Span(0.0, median(ended - begun for begun, ended, _ in ran) / count)] * count
+        return [
+            Span(median(each[k].gap for each in found), median(each[k].seconds for each in found)) for k in range(count)
+        ]
+
+    def _ran(
+        self, stage: int, computation: Computation
+    ) -> list[tuple[float, float, Mapping[tuple[Kind, int, bool], float]]]:
+        """Return begin and end of a computation of a stage for each microbatch, with the borders of its groups."""
+        if self._times is None:
+            self._times = self.times()
+        kind = _kind(computation)
+        return [
+            (times[kind, WHOLE, False], times[kind, WHOLE, True], times)
+            for step, times in self._times.items()
+            if isinstance(step, Step) and (step.stage, step.computation) == (stage, computation)
+            if (kind, WHOLE, True) in times
+        ]
+
+    _times: dict[Hashable, dict[tuple[Kind, int, bool], float]] | None = None
+
+
+def _kind(computation: Computation) -> Kind:
+    return Kind.FORWARD if computation is Computation.FORWARD else Kind.BACKWARD
