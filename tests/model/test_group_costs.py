@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,24 +170,33 @@ def test_what_all_groups_save_is_there_as_long_as_all_of_them(budget, link):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(monkeypatch, whole):
+@pytest.mark.parametrize("alike", [True, False])
+def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(
+    monkeypatch, alike, whole
+):
+    """A group is measured as it is and where it is run again: in one pass if there are several of its kind."""
     found = []
     measure = script.layer_costs
     monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
     device = Timed(1e6, 1e6, memory=2**30)
     device.behind = False
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])
+    widths = [8 if alike else 8 + k for k in range(7)]
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(n, m), nn.GELU(), nn.GELU()) for n, m in pairwise(widths)])
     called = torch.compile(model, backend="eager") if whole else model
     for block in () if whole else model:
         block.compile(backend="eager")
-    handle = offload(called, device, layers=None)
+    handle = offload(called, device, layers="*")
 
     def run() -> None:
-        called(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        called(torch.randn(16, 8, requires_grad=True)).sum().backward()
 
     seen = stages(handle, run, 6)
-    assert seen[:4] == ["FIRST", "PLAIN", "LEAN", "BARE"], "operators of compiled groups are not known"
+    want = ["FIRST", "LEAN", "BARE"] if alike else ["FIRST", "PLAIN", "LEAN", "BARE"]
+    assert seen[: len(want) + 1] == [*want, ""]
     assert all(cost.unpacks_at_once for each in found for cost in each)
+    ways = handle._tracker.steering.costs().choose.args[1]
+    assert [len(each) for each in ways] == [2] * 6
+    assert all(again.cost.nbytes < plain.cost.nbytes for plain, again in ways)
     handle.remove()
 
 

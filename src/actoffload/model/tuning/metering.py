@@ -31,8 +31,8 @@ class Stage(enum.Enum):
     """What a pass is for."""
 
     FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
-    PLAIN = "the same, for groups that were not traced; one compiled group of each kind is not run again"
-    LEAN = "everything is replayed and offloaded, measured by group"
+    PLAIN = "the same, for groups that were not traced; a compiled group that is alone of its kind is not run again"
+    LEAN = "everything is replayed and offloaded, measured by group; one of several compiled groups is not run again"
     BARE = "everything is kept, to know the peak"
     PLAN = "the plan, timed"
 

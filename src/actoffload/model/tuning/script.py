@@ -5,7 +5,9 @@ leanest there is: every group is replayed in backward, and what it needs for tha
 the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
-way.  If all of it fits without, one more pass keeps everything, to know its peak; then nothing is installed.
+way.  A compiled group has no operators to time: one of several that are alike is not replayed in that pass, and one
+that is alone of its kind has a pass more.  If everything fits without, one more pass keeps everything, to know its
+peak; then nothing is installed.
 
 Otherwise the planner chooses the fastest plan that fits.  Its first pass takes host memory, and its second is timed.
 If one takes more than the limit, all plans are expected to take as much more, and another is chosen.  Last comes a pass
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, log2
@@ -45,7 +47,7 @@ from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .metering import Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "room_in", "timed_operators"]
+__all__ = ["Script", "Steps", "representatives", "room_in", "timed_operators"]
 
 FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
 WITHOUT = 8  # passes without groups after which the next stage comes: the model may take another branch at times
@@ -130,7 +132,7 @@ class Script:
         traced = [(yield from next_pass(Stage.FIRST))]
         if not traced[0].elements:  # [guard: first pass without inputs]
             traced = [(yield from next_pass(Stage.FIRST))]
-        if self._policies and not self._known(traced):
+        if self._unknown(traced):
             traced.append((yield from next_pass(Stage.PLAIN)))
         self._most = max(each.elements for each in traced)
         lean = yield from self._full()
@@ -152,10 +154,16 @@ class Script:
             plan = replace(plan, peak_bytes=peak, because=because)
         return plan
 
-    def _known(self, traced: Sequence[TimedPass]) -> bool:
-        """Return whether the operators of all groups that may be replayed were timed."""
+    def _unknown(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether a group that may be replayed needs a pass for the times of its operators, or of it as it is.
+
+        Of several compiled groups that cost the same, one is not run again in `Stage.LEAN`.
+        """
         known = frozenset[int]().union(*(each.operators.groups for each in traced if each.operators is not None))
-        return known >= {key.group for key in self._plans.order} & self._policies.keys()
+        several = representatives(self._groups, self._policies, several=True)
+        ran = {key.group for key in self._plans.order} & self._policies.keys()
+        unknown = [self._groups[group] for group in ran - known]
+        return any(not (self._is_compiled(group) and kind_of(group) in several) for group in unknown)
 
     def _full(self) -> Generator[Stage, TimedPass, TimedPass]:
         """Yield `Stage.LEAN` until a pass has inputs as large as any before, and return it; not for ever.
@@ -253,7 +261,11 @@ class Script:
         costs = without_hooks(
             steady(layer_costs(lean.meter, lean.sizes, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS
         )
-        plain = self._plain_compiled(traced, allocated)
+        plain = self._plain_compiled((*traced, lean), allocated)
+        least: dict[Hashable, LayerCost] = {}  # of compiled groups that were run again
+        for k in compiled:
+            kind = kind_of(self._groups[sequence[k].group])
+            least[kind] = min(least.get(kind, costs[k]), costs[k], key=lambda cost: cost.nbytes)
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
             for group, known in timed_operators(each, lean.elements).items():
@@ -262,14 +274,15 @@ class Script:
         for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own = plain.get(representative_kind(self._groups[key.group]))
+            kind = kind_of(self._groups[key.group])
+            own = plain.get(kind)
             if once and k not in compiled and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
-            elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
-                forward, backward = cost.gap_forward, cost.gap_backward
-                own = replace(own, other_bytes=cost.other_bytes, gap_forward=forward, gap_backward=backward)
-                host = min(cost.host_backward, own.host_backward + cost.host_forward)
-                again = replace(cost, forward=own.forward, host_backward=host)
+            elif once and k in compiled and own is not None and own.nbytes > least[kind].nbytes:
+                again = least[kind] if cost.nbytes == own.nbytes else cost
+                host = min(again.host_backward, own.host_backward + again.host_forward)
+                own, again = _moved(own, cost), _moved(again, cost)
+                again = replace(again, forward=own.forward, host_backward=host)
                 found.append((Variant(own), Variant(again, ())))
             else:
                 found.append((Variant(cost),))
@@ -298,20 +311,18 @@ class Script:
             rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
         return Link(*rates)
 
-    def _plain_compiled(self, traced: Sequence[TimedPass], allocated: int) -> dict[Hashable, LayerCost]:
-        """Return the cost of a compiled group of each kind that was not run again."""
-        timed = traced[-1]
-        if timed.meter is None or not timed.meter.borders:
-            return {}
-        compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
-        kinds = [representative_kind(self._groups[key.group]) for key in timed.sequence]
-        costs = without_hooks(
-            layer_costs(timed.meter, timed.sizes, compiled, allocated), timed.meter, kinds, HOST_SECONDS
-        )
+    def _plain_compiled(self, passes: Sequence[TimedPass], allocated: int) -> dict[Hashable, LayerCost]:
+        """Return the cost of a compiled group of each kind that was not run again: it saves the most of its kind."""
         found: dict[Hashable, LayerCost] = {}
-        for k, kind in enumerate(kinds):
-            if k in compiled and (kind not in found or costs[k].nbytes > found[kind].nbytes):
-                found[kind] = costs[k]
+        for timed in passes:
+            if timed.meter is None or not timed.meter.borders:
+                continue
+            compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
+            kinds = [kind_of(self._groups[key.group]) for key in timed.sequence]
+            measured = layer_costs(timed.meter, timed.sizes, compiled, allocated)
+            costs = without_hooks(measured, timed.meter, kinds, HOST_SECONDS)
+            for k in compiled:
+                found[kinds[k]] = max(found.get(kinds[k], costs[k]), costs[k], key=lambda cost: cost.nbytes)
         return found
 
     @staticmethod
@@ -425,10 +436,25 @@ def _fits(peak: int, limit: int | None) -> str:
     return f"Fits:{room}; nothing to do." if room else "Nothing is offloaded: the memory of the device is not known."
 
 
-def representative_kind(group: FollowedModule) -> Hashable:
+def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:
+    """Return the cost of a group at the place of another of its kind."""
+    return replace(cost, other_bytes=to.other_bytes, gap_forward=to.gap_forward, gap_backward=to.gap_backward)
+
+
+def kind_of(group: FollowedModule) -> Hashable:
     """Return what compiled groups have in common that cost the same: their type and the sizes of their weights."""
     module = group.module
     return type(module), tuple(weight.shape for weight in module.parameters())
+
+
+def representatives(groups: Sequence[FollowedModule], among: Iterable[int], *, several: bool) -> dict[Hashable, int]:
+    """Return one compiled group of each kind, of which there are `several` or one."""
+    kinds: dict[Hashable, list[int]] = {}
+    for number in among:
+        module = groups[number].ref()
+        if module is not None and (groups[number].compiled or is_compiled(module)):
+            kinds.setdefault(kind_of(groups[number]), []).append(number)
+    return {kind: numbers[0] for kind, numbers in kinds.items() if (len(numbers) > 1) == several}
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from ..._text import size
-from ..._torch.modules import is_compiled
 from ..._warnings import warn
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
@@ -33,7 +32,7 @@ from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .metering import LEAN, PassTimer, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
-from .script import Script, Steps, representative_kind, room_in
+from .script import Script, Steps, representatives, room_in
 from .steering import RolesOfPlan, recomputing
 
 __all__ = ["Tuner"]
@@ -303,19 +302,10 @@ class Tuner:
         if stage is Stage.BARE:
             return self._idle()
         policies = {**self._policies, **self._always}
-        if stage is Stage.PLAIN:
-            for group in self._representatives():
+        if stage is not Stage.FIRST:
+            for group in representatives(self._groups, self._policies, several=stage is Stage.LEAN).values():
                 policies.pop(group, None)
         return self._leanest(policies, take_times)
-
-    def _representatives(self) -> list[int]:
-        """Return one compiled group of each kind that may be run again as a whole."""
-        found: dict[Any, int] = {}
-        for group in self._policies:
-            module = self._groups[group].ref()
-            if module is not None and (self._groups[group].compiled or is_compiled(module)):
-                found.setdefault(representative_kind(self._groups[group]), group)
-        return list(found.values())
 
     def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
