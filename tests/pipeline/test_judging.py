@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actoffload.pipeline.planning import Limits, Measured, Trial, Tried, judge, plans_of
+from actoffload.pipeline.planning import Limits, Measured, Plans, Tried, plans_of, try_plans
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
 
@@ -31,41 +31,62 @@ def tried(seconds: float, *peaks: int) -> list[Tried]:
     return [Tried(seconds, None, peak) for peak in peaks]
 
 
-def test_plans_for_less_follow_those_that_took_more_than_the_limit():
+def judged(*trials: list[Tried]) -> tuple[list[Plans], Plans | None]:
+    """Return the plans that are tried, and those that are kept after some trials; None if others follow."""
     known = measured()
-    plans = plans_of(known, LIMITS)
-    first, second = (plan.peak_bytes or 0 for plan in plans)
-    trials = [Trial.of(plans, tried(1.0, LIMIT + 300, second), whole=False)]
-    verdict = judge(trials, known, LIMITS)
-    assert not verdict.final
-    assert not verdict.whole
-    assert (verdict.plans[0].peak_bytes or 0) <= LIMIT - (LIMIT + 300 - first)
+    script = try_plans(plans_of(known, LIMITS), known, LIMITS)
+    found = [next(script)]
+    try:
+        for trial in trials:
+            found.append(script.send(trial))
+    except StopIteration as stop:
+        return found, stop.value
+    return found, None
+
+
+def peaks(plans: Plans) -> list[int]:
+    return [plan.peak_bytes or 0 for plan in plans]
+
+
+def test_plans_for_less_follow_those_that_took_more_than_the_limit():
+    first, second = peaks(plans_of(measured(), LIMITS))
+    (_, plans), kept = judged(tried(1.0, LIMIT + 300, second))
+    assert kept is None
+    assert peaks(plans)[0] <= LIMIT - (LIMIT + 300 - first)
 
 
 def test_whole_replay_follows_plans_that_are_not_much_faster():
-    known = measured()
-    plans = plans_of(known, LIMITS)
-    peaks = [plan.peak_bytes or 0 for plan in plans]
-    assert judge([Trial.of(plans, tried(1.0, *peaks), whole=False)], known, LIMITS).final
-    trials = [Trial.of(plans, tried(1000.0, *peaks), whole=False)]
-    verdict = judge(trials, known, LIMITS)
-    assert (verdict.whole, verdict.final) == (True, False)
-    assert all(plan.saves == {plan.rank: ((), ())} and not plan.transfers for plan in verdict.plans)
-    for seconds, kept in ((999.0, verdict.plans), (1001.0, plans)):
-        both = [*trials, Trial.of(verdict.plans, tried(seconds, *peaks), whole=True)]
-        found = judge(both, known, LIMITS)
-        assert found.final
-        assert [plan.saves for plan in found.plans] == [plan.saves for plan in kept]
+    most = peaks(plans_of(measured(), LIMITS))
+    (plans,), kept = judged(tried(1.0, *most))
+    assert kept == plans
+    for seconds, best in ((999.0, 1), (1001.0, 0)):
+        found, kept = judged(tried(1000.0, *most), tried(seconds, *most))
+        assert all(plan.saves == {plan.rank: ((), ())} and not plan.transfers for plan in found[1])
+        assert kept is not None
+        assert [plan.saves for plan in kept] == [plan.saves for plan in found[best]]
 
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_plans_that_fit_win_over_faster_ones(over):
-    known = measured()
-    plans = plans_of(known, LIMITS)
-    peaks = [plan.peak_bytes or 0 for plan in plans]
-    others = tuple(replace(plan, saves={plan.rank: ((), ())}, transfers={}) for plan in plans)
-    trials = [Trial.of(plans, tried(1.0, LIMIT + over, peaks[1]), whole=False)]
-    trials += [replace(trials[0], peaks=tuple(peaks), seconds=2.0, plans=others, whole=True)] * 3
-    found = judge(trials, known, LIMITS)
-    assert found.final
-    assert (found.plans[0].saves == others[0].saves) == bool(over)
+    """Those that are tried for as much less memory need all of it, too, so whole replay follows."""
+    most = peaks(plans_of(measured(), LIMITS))
+    first, second = tried(1000.0, LIMIT + over, most[1]), tried(2000.0, *most)
+    found, kept = judged(first, *[second] * (1 + over))
+    assert kept is not None
+    fitting = found[1] if over else found[0]
+    assert [plan.saves for plan in kept] == [plan.saves for plan in fitting]
+
+
+def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
+    limits, known = Limits(memory_budget=LIMIT), [replace(each, again=None) for each in measured()]
+    plans = plans_of(known, limits)
+    script = try_plans(plans, known, limits)
+    kept = None
+    try:
+        next(script)
+        for _ in range(9):
+            script.send(tried(1.0, 2 * LIMIT, 2 * LIMIT))
+    except StopIteration as stop:
+        kept = stop.value
+    assert kept is not None
+    assert [plan.rank for plan in kept] == [0, 1]

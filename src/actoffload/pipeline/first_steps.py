@@ -40,14 +40,12 @@ from .planning import (
     Limits,
     Measured,
     Plans,
-    Trial,
     Tried,
-    Verdict,
     act,
     agreed,
-    judge,
     needs_recomputation,
     plans_of,
+    try_plans,
 )
 from .stages import PipelineRanks, RankStage
 from .steering import has_grown
@@ -107,13 +105,18 @@ class FirstSteps:
                 break
             self._recompute(next(each for each in self.known if each.rank == rank))
             self.known = yield from measure(Stage.LEAN)
-        verdict, trials = Verdict(plans_of(self.known, limits)), list[Trial]()
-        while timed and act(verdict.plans) and not verdict.final:
-            bare = not trials and all(each.bare for each in self.known)
-            tried = yield from self._try(exchange, verdict.plans, bare=bare)
-            trials.append(Trial.of(verdict.plans, tried, whole=verdict.whole))
-            verdict = judge(trials, self.known, limits)
-        return verdict.plans
+        plans = plans_of(self.known, limits)
+        if not (timed and act(plans)):
+            return plans
+        trials, bare = try_plans(plans, self.known, limits), all(each.bare for each in self.known)
+        next(trials)
+        try:
+            while True:
+                tried = yield from self._try(exchange, plans, bare=bare)
+                plans, bare = trials.send(tried), False
+        except StopIteration as stop:
+            final: Plans = stop.value
+            return final
 
     def _measure(
         self, rank: int, exchange: PipelineRanks, *stages: Stage

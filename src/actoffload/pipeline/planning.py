@@ -10,11 +10,10 @@ so the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from .._text import milliseconds, size
 from ..planner import OperatorCost, Variant, plan_pipeline
@@ -30,13 +29,12 @@ __all__ = [
     "Plans",
     "Trial",
     "Tried",
-    "Verdict",
     "act",
     "agreed",
     "decision",
-    "judge",
     "needs_recomputation",
     "plans_of",
+    "try_plans",
     "variants_of",
 ]
 
@@ -169,37 +167,25 @@ class Trial:
     plans: Plans
     seconds: float  # of a step
     without: float | None  # of a step without offloading, where all ranks have room for it
-    peaks: tuple[int, ...]  # bytes of device memory of each rank; 0 where they are not known
-    whole: bool  # every group is replayed as a whole
+    excess: tuple[int, ...]  # bytes by which each rank took more than was predicted
+    over: int  # the most bytes by which a rank exceeded its limit, or its predicted peak if that is larger
 
     @staticmethod
-    def of(plans: Plans, tried: Sequence[Tried], *, whole: bool) -> Trial:
+    def of(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured]) -> Trial:
         """Return the trial of plans by what all ranks of one pipeline after the other know of it."""
         ranks = len(plans)
+        peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
+        planned = [
+            peak if plan.peak_bytes is None else plan.peak_bytes for plan, peak in zip(plans, peaks, strict=True)
+        ]
+        limits = [max(each.limit or inf, most) for each, most in zip(measured, planned, strict=True)]
         return Trial(
             plans,
             max(each.seconds for each in tried),
             max((each.without for each in tried if each.without is not None), default=None),
-            tuple(max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)),
-            whole,
+            tuple(max(peak - most, 0) for peak, most in zip(peaks, planned, strict=True)),
+            round(max(max(peak - limit, 0) for peak, limit in zip(peaks, limits, strict=True))),
         )
-
-    def excess(self) -> list[int]:
-        """Return the bytes by which each rank took more than was predicted."""
-        return [max(peak - (plan.peak_bytes or peak), 0) for peak, plan in zip(self.peaks, self.plans, strict=True)]
-
-    def exceeds(self, measured: Sequence[Measured]) -> int:
-        """Return the most bytes by which a rank exceeded its limit, or its predicted peak if that is larger."""
-        limits = [max(each.limit or inf, plan.peak_bytes or 0) for each, plan in zip(measured, self.plans, strict=True)]
-        return round(max(max(peak - limit, 0) for peak, limit in zip(self.peaks, limits, strict=True)))
-
-
-class Verdict(NamedTuple):
-    """What follows from trials: plans to try next, whether with whole replay, or those to keep."""
-
-    plans: Plans
-    whole: bool = False
-    final: bool = False
 
 
 def act(plans: Plans) -> bool:
@@ -207,29 +193,34 @@ def act(plans: Plans) -> bool:
     return any(plan.transfers or plan.saves for plan in plans)
 
 
-def judge(trials: Sequence[Trial], measured: Sequence[Measured], limits: Limits) -> Verdict:
-    """Return the plans to try next, or those to keep; see [Note: trial of the plans]."""
-    first, last, known = trials[0], trials[-1], [trial.plans for trial in trials]
-    alike = [trial for trial in trials if trial.whole == last.whole]
-    if last.exceeds(measured) and len(alike) < TRIES:
-        smaller = _less(measured, alike)
-        found = whole_replay(smaller, limits) if last.whole else plans_of(smaller, limits)
-        if found and not _exceed(found, smaller) and not _among(found, known):
-            return Verdict(found, last.whole)
-    seconds = min((trial.seconds for trial in trials if not trial.exceeds(measured)), default=inf)
-    if not any(trial.whole for trial in trials):
-        whole = whole_replay(measured, limits)
-        near = seconds >= (1 - NEAR) * max((plan.seconds or 0.0 for plan in whole), default=inf)
-        if near and not _exceed(whole, measured) and not _among(whole, known):
-            return Verdict(whole, whole=True)
-    best = min(trials, key=lambda trial: (trial.exceeds(measured), trial.seconds))
-    if not best.whole:
-        return Verdict(_after_trial(best, measured, limits), final=True)
-    others = min(trial.seconds for trial in trials if not trial.whole)
-    because = f"Every group is recomputed: a step takes {milliseconds(best.seconds)}, with another plan "
-    baseline, because = first.plans[0].baseline_seconds, f"{because}{milliseconds(others)}."
-    plans = (replace(p, seconds=best.seconds, baseline_seconds=baseline, because=because) for p in best.plans)
-    return Verdict(tuple(plans), final=True)
+def try_plans(plans: Plans, measured: Sequence[Measured], limits: Limits) -> Generator[Plans, list[Tried], Plans]:
+    """Yield plans to try, get what all ranks know of them, and return those to keep; see [Note: trial of the plans]."""
+    best = yield from _within_limits(plans, measured, partial(plans_of, limits=limits))
+    whole = whole_replay(measured, limits)
+    near = best.over or best.seconds >= (1 - NEAR) * max((plan.seconds or 0.0 for plan in whole), default=inf)
+    if whole and near and not _exceed(whole, measured) and not _alike(whole, best.plans):
+        other = yield from _within_limits(whole, measured, partial(whole_replay, limits=limits))
+        if (other.over, other.seconds) < (best.over, best.seconds):
+            because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
+            because, baseline = f"{because}{milliseconds(best.seconds)}.", plans[0].baseline_seconds
+            kept = (replace(p, seconds=other.seconds, baseline_seconds=baseline, because=because) for p in other.plans)
+            return tuple(kept)
+    return _after_trial(best, measured, limits)
+
+
+def _within_limits(
+    plans: Plans, measured: Sequence[Measured], plans_for: Callable[[Sequence[Measured]], Plans]
+) -> Generator[Plans, list[Tried], Trial]:
+    """Yield plans until no rank exceeds its limit, each for as much less as those before took more; return the best."""
+    trials = list[Trial]()
+    while True:
+        trials.append(Trial.of(plans, (yield plans), measured))
+        smaller = _less(measured, trials)
+        if trials[-1].over and len(trials) < TRIES:
+            plans = plans_for(smaller)
+            if plans and not _exceed(plans, smaller) and not any(_alike(plans, trial.plans) for trial in trials):
+                continue
+        return min(trials, key=lambda trial: (trial.over, trial.seconds))
 
 
 def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
@@ -254,18 +245,14 @@ def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
     return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
 
 
-def _among(plans: Plans, others: Sequence[Plans]) -> bool:
+def _alike(plans: Plans, others: Plans) -> bool:
     """Return whether plans do the same as others."""
-    return any(
-        all(a.transfers == b.transfers and a.saves == b.saves for a, b in zip(plans, each, strict=True))
-        for each in others
-    )
+    return all(a.transfers == b.transfers and a.saves == b.saves for a, b in zip(plans, others, strict=True))
 
 
 def _less(measured: Sequence[Measured], trials: Sequence[Trial]) -> list[Measured]:
     """Return what was measured, with limits that are lower by what tried plans took beyond their prediction."""
-    excess = [max(most) for most in zip(*(trial.excess() for trial in trials), strict=True)]
-    pairs = zip(measured, excess, strict=True)
+    pairs = zip(measured, map(max, *(trial.excess for trial in trials), [0] * len(measured)), strict=True)
     return [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
 
 
