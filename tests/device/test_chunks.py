@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -55,11 +54,11 @@ def test_chunks_change_no_bit(kind: str, dtype: torch.dtype, to_host: bool) -> N
     source, target = (device, host) if to_host else (host, device)
     expected = as_bytes(source).clone()
     separator: Any = Counter()
-    copy_in_chunks(host, device, to_host=to_host, chunk=CHUNK, separator=separator)
+    copy_in_chunks([(host, device)], to_host=to_host, chunk=CHUNK, separator=separator)
     assert torch.equal(as_bytes(target), expected)
     cut = kind in ("contiguous", "transposed")
     parts = list(pieces(host, device, CHUNK))
-    assert separator.queued == len(parts)
+    assert separator.queued == len(parts) - 1  # behind the last one too only if it is large
     assert len(parts) == (-(-host.nbytes // CHUNK) if cut else 1)
 
 
@@ -68,7 +67,7 @@ def test_conjugated_and_negative_views_are_copied_as_they_read(bits: torch.dtype
     source = torch.randn(3000, dtype=torch.complex64).conj()
     source = source if bits is torch.complex64 else source.imag  # a view with lazy negation
     host = torch.zeros(source.shape, dtype=bits)
-    copy_in_chunks(host, source, to_host=True, chunk=CHUNK, separator=None)
+    copy_in_chunks([(host, source)], to_host=True, chunk=CHUNK, separator=None)
     assert torch.equal(host, source.clone())
 
 
@@ -102,41 +101,42 @@ class Queue:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nbytes", "to_host", "to_device"),
+    ("ranks", "sizes", "to_host", "to_device"),
     [
-        (1, SEPARATED - 1, 0, 0),
-        (1, SEPARATED, 1, 1),
-        (1, ALONE, 1, 1),
-        (1, ALONE + 1, 2, 2),
-        (2, SEPARATED - 1, 0, 0),
-        (2, SEPARATED, 1, 1),
-        (2, TO_DEVICE + 1, 1, 2),
-        (2, TO_HOST + 1, 2, 3),
+        (1, [SEPARATED - 1], 0, 0),
+        (1, [SEPARATED], 1, 1),
+        (1, [SEPARATED // 2] * 2, 1, 1),
+        (1, [ALONE], 1, 1),
+        (1, [ALONE + 1], 2, 2),
+        (2, [SEPARATED - 1], 0, 0),
+        (2, [SEPARATED], 1, 1),
+        (2, [TO_DEVICE, 1], 1, 1),
+        (2, [TO_DEVICE + 1], 1, 2),
+        (2, [TO_HOST + 1], 2, 3),
     ],
 )
-def test_an_nvidia_gpu_gets_separators_behind_large_copies_only(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, nbytes: int, to_host: int, to_device: int
+def test_an_nvidia_gpu_gets_separators_behind_chunks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, sizes: list[int], to_host: int, to_device: int
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     device = object.__new__(Accelerator)  # this machine may have none
-    device._whole = SEPARATED
     counter: Any = Counter()
-    device._separator = lambda _: counter  # type: ignore[method-assign]
-    host, on_device = torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
-    device.to_host([(host, on_device)], Queue())
+    device._nvidia, device._separators = True, {None: counter}  # type: ignore[dict-item]
+    pairs = [(torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
+    device.to_host(pairs, Queue())
     assert counter.queued == to_host
-    assert bool(host.all())
-    on_device.zero_()
-    device.to_device([(host, on_device)], Queue())
+    for host, on_device in pairs:
+        assert bool(host.all())
+        on_device.zero_()
+    device.to_device(pairs, Queue())
     assert counter.queued == to_host + to_device
-    assert bool(on_device.all())
+    assert all(bool(on_device.all()) for _, on_device in pairs)
 
 
 def test_other_accelerators_copy_whole_tensors() -> None:
     device = object.__new__(Accelerator)
-    device._whole = sys.maxsize
-    device._separator = None  # type: ignore[assignment, method-assign]
+    device._nvidia = False
     host, on_device = torch.zeros(SEPARATED, dtype=torch.uint8), torch.ones(SEPARATED, dtype=torch.uint8)
     device.to_host([(host, on_device)], Queue())
     assert bool(host.all())

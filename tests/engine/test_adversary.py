@@ -213,6 +213,7 @@ def test_random_orders(sort: str) -> None:
                 orders.add((repr(program), order))
         for mode in ("late", "early"):
             trial(program, expected, 0, mode)
+            trial(program, expected, 0, mode, batch=3 * ROWS * WIDTH * 4)
 
     orders_of()
     assert seen["offloaded"] > 0

@@ -139,4 +139,4 @@ def test_the_noise_is_copied_with_the_next_node():
     model.blocks[0].operator = operator
     torch.manual_seed(0)
     model(torch.randn(ROWS, WIDTH)).sum().backward()
-    assert copied[0] == 2 * ROWS * WIDTH * 4
+    assert copied[0] == 3 * ROWS * WIDTH * 4  # and what its operator saved behind it, and the argument

@@ -138,9 +138,9 @@ def _nothing(self: Transfers, *args: Any) -> None:
     pass
 
 
-def _not_ready(self: Transfers, pairs: Any, *rest: Any) -> None:
+def _not_ready(self: Transfers, copies: Any, *rest: Any) -> None:
     """Replacement of `Transfers.to_host` that does not wait for the tensor to be written."""
-    self.backend.to_host(pairs, self.out)
+    self.backend.to_host([pair for copy in copies for pair in copy.pairs], self.out)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from .._torch.tensors import (
     sleep_on_device,
 )
 from .base import Backend, Pairs, Stream, StreamEvent
-from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
+from .chunks import Separator, chunk_bytes, copy_in_chunks
 from .host import check_room, node_of_device, on_node, room
 
 __all__ = ["Accelerator"]
@@ -44,11 +43,11 @@ class Accelerator(Backend):
             raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
         self.type = found.type
         self.resolution = 1e-5
+        self.batch = 1 << 26  # 1.2 ms at 55 GB/s
         self.name = found.type
         module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
         self._memory = module if hasattr(module, "mem_get_info") else None
         self._nvidia = found.type == "cuda" and torch.version.hip is None
-        self._whole = SEPARATED if self._nvidia else sys.maxsize  # copies of fewer bytes are queued whole
         self._settled_pinning = False
         self._separators: dict[int, Separator] = {}  # by device index
 
@@ -163,33 +162,21 @@ class Accelerator(Backend):
             empty_host_cache()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
-        whole = self._whole
         with stream:
-            for host, device in pairs:
-                if host.nbytes < whole:
-                    host.copy_(device, True)  # without blocking
-                else:
-                    separator = self._separator(device.device)
-                    chunk = chunk_bytes(to_host=True)
-                    copy_in_chunks(host, device, to_host=True, chunk=chunk, separator=separator)
+            self._copy(pairs, to_host=True)
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
-        whole = self._whole
         with stream:
-            for host, device in pairs:
-                if host.nbytes < whole:
-                    device.copy_(host, True)  # without blocking
-                else:
-                    separator = self._separator(device.device)
-                    chunk = chunk_bytes(to_host=False)
-                    copy_in_chunks(host, device, to_host=False, chunk=chunk, separator=separator)
+            self._copy(pairs, to_host=False)
 
-    def _separator(self, device: torch.device) -> Separator | None:
-        """Return the separator of a device; None while a graph is captured and there is none yet."""
-        found = self._separators.get(device.index)
-        if found is None and not self.capturing():
-            found = self._separators[device.index] = Separator(device)
-        return found
+    def _copy(self, pairs: Pairs, *, to_host: bool) -> None:
+        separator = None
+        if self._nvidia:
+            device = pairs[0][1].device
+            separator = self._separators.get(device.index)
+            if separator is None and not self.capturing():
+                separator = self._separators[device.index] = Separator(device)
+        copy_in_chunks(pairs, to_host=to_host, chunk=chunk_bytes(to_host=to_host), separator=separator)
 
 
 def _pin_in_threads() -> None:

@@ -15,8 +15,8 @@ place of the separator works too, but it waits for room on the device: beside ma
 Each chunk and its separator took the host about 23 us in a profile, for which short steps wait.  A program of one rank
 copies little beside, a batch or a loss in each step, so its chunks are larger.
 
-A copy below `SEPARATED` bytes is queued whole, with no separator.  It is over sooner than the host has queued the next
-one, so few of them are ever queued together.
+Copies that are queued together share chunks.  No separator is behind the last ones if they have fewer than `SEPARATED`
+bytes: they are over sooner than the host has queued the next ones.
 
 While a graph is captured, no memory may be allocated for a separator.  Each device gets its separator with its first
 large copy.  Host memory for a captured copy comes from an earlier step, which has made that copy too.
@@ -24,7 +24,7 @@ large copy.  Host memory for a captured copy comes from an earlier step, which h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import distributed as dist
@@ -41,7 +41,7 @@ ALONE = 1 << 27
 """Most bytes of a chunk where one rank runs, for which no collective waits: 2.4 ms at 55 GB/s."""
 
 SEPARATED = 1 << 22
-"""Copies of at least this many bytes have separators: 76 us at 55 GB/s, so that a separator costs a few percent."""
+"""So many bytes at the end have a separator too: 76 us at 55 GB/s, so that a separator costs a few percent."""
 
 GRAIN = 512
 """Each chunk starts at a multiple of this many elements, so that copies stay aligned."""
@@ -117,25 +117,38 @@ def _same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def copy_in_chunks(
-    host: torch.Tensor, device: torch.Tensor, *, to_host: bool, chunk: int, separator: Separator | None
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, to_host: bool, chunk: int, separator: Separator | None
 ) -> None:
-    """Queue the copy of a (host, device) pair on the current stream, in chunks with a separator behind each.
+    """Queue copies of (host, device) pairs on the current stream, with a separator behind each chunk.
 
     Parameters
     ----------
-    host, device : torch.Tensor
-        Tensors of equal shape and dtype.
+    pairs : sequence of (torch.Tensor, torch.Tensor)
+        Two tensors of equal shape and dtype each.
     to_host : bool
         Copy to the host, instead of to the device.
     chunk : int
         Most bytes of a chunk; a power of two.
     separator : Separator or None
-        What is queued behind each chunk; None where there is none yet and none can be made.
+        What is queued behind each chunk; None where there is none, and copies are queued whole.
     """
-    for on_host, on_device in pieces(host, device, chunk):
-        if to_host:
-            on_host.copy_(on_device, True)  # without blocking
-        else:
-            on_device.copy_(on_host, True)
-        if separator is not None:
-            separator.queue()
+    if separator is None:
+        for host, device in pairs:
+            if to_host:
+                host.copy_(device, True)  # without blocking
+            else:
+                device.copy_(host, True)
+        return
+    queued = 0
+    for host, device in pairs:
+        for on_host, on_device in pieces(host, device, chunk):
+            if queued and queued + on_host.nbytes > chunk:
+                separator.queue()
+                queued = 0
+            if to_host:
+                on_host.copy_(on_device, True)
+            else:
+                on_device.copy_(on_host, True)
+            queued += on_host.nbytes
+    if queued >= SEPARATED:
+        separator.queue()

@@ -36,7 +36,7 @@ from ..device.base import StreamPosition
 from ..schedule.plan import Roles
 from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
 from .engine import Engine
-from .layer import Kept, Layer, LivenessToken, keep
+from .layer import Kept, Layer, LivenessToken, keep, queue_copies
 from .layout import Layout, View
 from .statistics import Reason
 from .storage import Moved, Owner, Residency, Resident, SavedStorage
@@ -259,8 +259,9 @@ class StorageRegistry:
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
-        if layer.unwritten and layer.unwritten_by != next_node():
-            self._offload_written(layer)
+        if layer.waiting:
+            with self._lock:
+                self._queue_waiting(layer)
         memory = tensor.untyped_storage()
         key = address(memory)
         if (kept and key in kept) or (finals and key in finals):
@@ -293,6 +294,7 @@ class StorageRegistry:
                 device.streams.append(stream)
             storage = SavedStorage(device, stream, known.nbytes, version=version_of(tensor), memory=memory)
             storage.fill(root, known, tensor.detach())
+            storage.new = (known.view,)
             storage.layers[index] = False
             self.storages[key] = ref = storage.resources
             layer.storages.append(ref)
@@ -300,11 +302,9 @@ class StorageRegistry:
                 layer.releasing.release_incrementally(known.nbytes, captured)
             if self._backend.checks:
                 self._backend.saved(tensor, stream)
-            if not storage.copy_plain(index, captured):
-                self.refused([storage])
-            elif layer.releases_incrementally:
-                # [guard: end of a plain copy released incrementally]
-                storage.copied_out = transfers.end_of_copies_out(captured)
+            layer.waiting.append(ref)
+            layer.waiting_bytes += known.nbytes
+            self._queue_waiting(layer)
             return storage.hold(owner, index, layer.token)
 
     def _save_again(
@@ -319,7 +319,7 @@ class StorageRegistry:
                 or storage.version != version_of(tensor)  # [guard: tensor edited since it was saved]
                 # Views share the counter of their base.
                 or storage.root() is not (tensor if base is None else base)  # [guard: other version counter]
-                or storage.residency is not Residency.OFFLOADING
+                or (storage.residency is not Residency.OFFLOADING and storage.resources not in layer.waiting)
                 or storage.wrappers
                 or View.of(tensor) != plain  # [guard: other layout]
             ):
@@ -385,23 +385,26 @@ class StorageRegistry:
                     storage.add_whole()
             elif not layer.eager and not stays and is_written:
                 storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
-            if layer.eager and not storage.refused:
-                if is_written or note is not None:
-                    self.offload(layer, storage, ended=layer.token is None)
-                else:
-                    layer.unwritten.append(ref)
+            if layer.eager and layer.token is None:
+                self.offload(layer, storage, ended=True)
+            elif layer.eager:
+                layer.waiting.append(ref)
+                layer.waiting_bytes += tensor.nbytes
+                if not is_written and note is None:
                     layer.unwritten_by = next_node()
+                self._queue_waiting(layer)
             if self._engine.recorder is not None:
                 self._engine.recorder.level()
         return storage, view, probe
 
-    def _offload_written(self, layer: Layer) -> None:
-        """Queue the copies of tensors whose operators have ended since they saved them."""
-        unwritten, layer.unwritten = layer.unwritten, []
-        for ref in unwritten:
-            storage = ref()
-            if storage is not None and not storage.refused:
-                self.offload(layer, storage, ended=False)
+    def _queue_waiting(self, layer: Layer) -> None:
+        """Queue the copies that wait, if they are enough and no operator may still write what they copy."""
+        if layer.waiting_bytes < self._backend.batch or layer.unwritten_by == next_node():
+            return
+        waiting, layer.waiting, layer.waiting_bytes, layer.unwritten_by = layer.waiting, [], 0, -1
+        storages = [storage for ref in waiting if (storage := ref()) is not None]
+        incremental = layer.releases_incrementally
+        self.refused(queue_copies(storages, layer.index, layer.captured, ended=False, positions=incremental))
 
     def release_earlier(self, layer: Layer, nbytes: int) -> None:
         """Release as many bytes of an earlier layer as this one has saved now."""
@@ -422,12 +425,8 @@ class StorageRegistry:
 
     def offload(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
         """Queue the copies of what an offloaded layer has saved on a storage."""
-        if not storage.offload(layer.index, layer.captured, ended=ended):
-            self.refused([storage])
-        elif layer.releases_incrementally and storage.residency is Residency.OFFLOADING and storage.copied_out is None:
-            # [guard: end of a copy released incrementally]
-            storage.copied_out = storage.pass_device.transfers.end_of_copies_out(layer.captured)
-        storage.ready = None
+        incremental = layer.releases_incrementally
+        self.refused(queue_copies([storage], layer.index, layer.captured, ended=ended, positions=incremental))
         if ended and storage.residency is Residency.OFFLOADING:
             layer.note_late_copy(storage)
 

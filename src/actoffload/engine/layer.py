@@ -21,9 +21,9 @@ from .eligibility import ModuleTensors
 from .layout import Layout
 from .statistics import Reason
 from .storage import HostCopy, Residency, Resident, SavedStorage
-from .transfer import Transfers
+from .transfer import CopyOut, Transfers
 
-__all__ = ["Kept", "Layer", "LivenessToken", "Phase", "keep", "reload", "tensors_in"]
+__all__ = ["Kept", "Layer", "LivenessToken", "Phase", "keep", "queue_copies", "reload", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -89,8 +89,10 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
-        self.unwritten: list[weakref.ref[SavedStorage]] = []  # their operator may still write them: not copied yet
-        self.unwritten_by = 0  # the number of the autograd node behind that of this operator
+        self.waiting: list[weakref.ref[SavedStorage]] = []  # their copies are queued together, see `Backend.batch`
+        self.waiting_bytes = 0
+        # One of them may still be written by its operator: the number of the autograd node behind that; or -1.
+        self.unwritten_by = -1
         self.residents: list[weakref.ref[Resident]] = []
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
@@ -144,15 +146,11 @@ class Layer:
     def offload(self) -> list[SavedStorage]:
         """Queue the copies of all that is saved; return the storages for which there was no host memory."""
         self.phase = Phase.OFFLOADING
-        refused = []
-        for storage in self.living():
-            if (storage.new or storage.loose) and not storage.refused and not storage.pinned:
-                if not storage.offload(self.index, self.captured, ended=True):
-                    refused.append(storage)
-                elif self.releases_incrementally and storage.residency is Residency.OFFLOADING:
-                    transfers = storage.pass_device.transfers
-                    storage.copied_out = storage.copied_out or transfers.end_of_copies_out(self.captured)
-        for storage in self.living():
+        self.waiting = []
+        living = self.living()
+        incremental = self.releases_incrementally
+        refused = queue_copies(living, self.index, self.captured, ended=True, positions=incremental)
+        for storage in living:
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
                 transfers = storage.pass_device.transfers
                 position = self._copied_out.get(transfers) or transfers.end_of_copies_out()
@@ -276,7 +274,56 @@ def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, 
     return alias, version_of(tensor), token, residents
 
 
-# Reloads
+# Copies
+
+
+def queue_copies(
+    storages: Iterable[SavedStorage], layer: int, captured: bool, *, ended: bool, positions: bool
+) -> list[SavedStorage]:
+    """Queue the copies of what was saved and is not copied yet; return the storages for which the host has no memory.
+
+    They are queued in batches of `Backend.batch` bytes, each of which has a position behind it if `positions`.  Once
+    the layer, which the timeline shows, has `ended`, nothing more is saved that could complete a stretch.
+    """
+    refused: list[SavedStorage] = []
+    batch: list[tuple[SavedStorage, list[CopyOut]]] = []
+    nbytes = 0
+    for storage in storages:
+        if not (storage.new or storage.loose) or storage.refused or storage.pinned:
+            continue
+        copies = storage.copies(captured, ended=ended)
+        if copies is None:
+            refused.append(storage)
+        elif copies:
+            if batch and batch[0][0].pass_device is not storage.pass_device:
+                _queue_batch(batch, layer, captured, positions)
+                batch, nbytes = [], 0
+            batch.append((storage, copies))
+            nbytes += storage.nbytes
+            if nbytes >= storage.pass_device.transfers.backend.batch:
+                _queue_batch(batch, layer, captured, positions)
+                batch, nbytes = [], 0
+    if batch:
+        _queue_batch(batch, layer, captured, positions)
+    return refused
+
+
+def _queue_batch(
+    batch: Sequence[tuple[SavedStorage, list[CopyOut]]], layer: int, captured: bool, positions: bool
+) -> None:
+    transfers = batch[0][0].pass_device.transfers
+    try:
+        transfers.to_host([copy for _, copies in batch for copy in copies], layer, captured)
+    except BaseException:
+        for storage, copies in batch:
+            storage.copies_failed(copies)
+        raise
+    end = None
+    if positions:
+        # [guard: end of a copy released incrementally]
+        end = transfers.end_of_copies_out(captured)
+    for storage, copies in batch:
+        storage.copies_queued(copies, end)
 
 
 def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:
@@ -312,11 +359,19 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], l
             captured = backend.capturing()
             # [wait: copies in for their memory]
             transfers.begin_reload(stream)
-            done = 0
+            done, nbytes = 0, 0
+            batch: list[HostCopy] = []
             try:
-                for storage in group[:taken]:
-                    storage.queue_reload(layer, captured)
-                    done += 1
+                for number, storage in enumerate(group[:taken], 1):
+                    batch.append(storage)
+                    nbytes += storage.nbytes
+                    if nbytes >= backend.batch or number == taken:
+                        pairs = [pair for each in batch for pair in each.pairs_to_reload()]
+                        copied_in = transfers.to_device(pairs, layer, captured)
+                        for each in batch:
+                            each.reload_queued(copied_in)
+                            done += 1
+                        batch, nbytes = [], 0
             finally:
                 counters = group[0].pass_device.counters
                 counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)

@@ -18,7 +18,7 @@ from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces, reload_spans
 from .statistics import Counters, Reason
-from .transfer import PassDevice
+from .transfer import CopyOut, PassDevice
 
 __all__ = [
     "HostCopy",
@@ -96,23 +96,23 @@ class HostCopy:
         self.__class__ = self.in_flight
         device.counters.rise(nbytes, self.resources)
 
-    def queue_reload(self, layer: int, captured: bool) -> None:
-        """Queue the copies into the memory of `allocate`."""
-        device, typed, buffers, resources = self.pass_device, self._typed, self._buffers, self.resources
-        transfers = device.transfers
-        if typed is not None:
-            buffer = buffers[0][2]
-            copied_in = self._copied_in = transfers.to_device(((typed, buffer),), layer, captured)
-            self._clean = (version_of(buffer),)
-        else:
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for piece in self._pieces:
-                start, buffer = self._buffer_of(piece.start, piece.stop)
-                pairs += piece.pairs(buffer.untyped_storage(), start, device.device)
-            copied_in = self._copied_in = transfers.to_device(pairs, layer, captured)
-            self._clean = [version_of(buffer) for _, _, buffer in buffers]
+    def pairs_to_reload(self) -> Pairs:
+        """Return what is copied into the memory of `allocate`."""
+        if self._typed is not None:
+            return ((self._typed, self._buffers[0][2]),)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in self._pieces:
+            start, buffer = self._buffer_of(piece.start, piece.stop)
+            pairs += piece.pairs(buffer.untyped_storage(), start, self.pass_device.device)
+        return pairs
+
+    def reload_queued(self, copied_in: StreamPosition) -> None:
+        """Note that these copies are queued, and what comes after them."""
+        device, buffers, resources = self.pass_device, self._buffers, self.resources
+        self._copied_in = copied_in
+        self._clean = [version_of(buffer) for _, _, buffer in buffers]
         resources.fence = (copied_in,)  # [guard: fence of returned host memory]
-        resources.in_flight = buffers, transfers.join, self.stream, device.streams, copied_in
+        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in
 
     def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
         return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
@@ -276,97 +276,110 @@ class SavedStorage(HostCopy):
 
     # Offloading
 
-    def offload(self, layer: int, captured: bool, *, ended: bool) -> bool:
-        """Queue copies of what was saved and is not copied yet; False if the host has no memory for it.
+    def copies(self, captured: bool, *, ended: bool) -> list[CopyOut] | None:
+        """Take host memory for what was saved and is not copied yet; return its copies, or None if there is none.
 
-        The timeline shows `layer`.  Once that has `ended`, nothing more is saved that could complete a stretch.
+        Once the layer has `ended`, nothing more is saved that could complete a stretch.
         """
-        if self._source is None or self.refused or self.pinned:
-            return not self.refused
+        if self._source is None:
+            return []
         if self._source.nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
             self.pinned = True
             self.pass_device.counters.keep(Reason.FREED, self.nbytes)
-            return True
-        new = self.new
-        if new and new[0] is self.plain and not self.bytes_copied and not self.copy_plain(layer, captured):
-            return False
+            return []
+        found: list[CopyOut] = []
+        before = self._typed, self._host, self._pieces
+        complete = True
+        new, plain = self.new, self.plain
+        if plain is not None and new and new[0] is plain and not self.bytes_copied:
+            complete = self._copy_plain(found, captured)
         for view in new:
-            if view is self.plain or self.holds(view):
+            if view is plain or self.holds(view):
                 continue
             piece = dense(view, self.nbytes)
             if piece is None:
                 self.loose = (*self.loose, view)
-            elif not self._copy_missing(piece, layer, captured):
-                return False
-        self.new = ()
+            else:
+                complete = complete and self._copy_missing(piece, found, captured)
         if ended and self.loose:
             loose = [view for view in self.loose if not self.holds(view)]
             self.loose = ()
             for piece in loose_pieces(loose, self.nbytes) if loose else ():
-                if not self._copy_missing(piece, layer, captured):
-                    return False
-        return True
+                complete = complete and self._copy_missing(piece, found, captured)
+        self.new = ()
+        if not complete:
+            self.refused = self.pass_device.transfers.pool.refusal
+            self.loose = ()
+            self._typed, self._host, self._pieces = before
+            self._return([copy.host for copy in found])
+            return None
+        self.ready = None
+        if found:
+            self.__class__ = self.in_flight
+        return found
 
-    def _copy_missing(self, piece: Piece, layer: int, captured: bool) -> bool:
-        """Copy what of a piece is not copied yet: parts of the storage may have been copied before the whole of it."""
-        if not self._pieces or piece.elements is not None:
-            return self._copy(piece, layer, captured)
-        return all(self._copy(gap, layer, captured) for gap in gaps(*piece.exact, self._pieces, self.nbytes))
-
-    def copy_plain(self, layer: int, captured: bool) -> bool:
-        """Queue the copy of a plain storage; return False if the host has no memory for it."""
+    def _copy_plain(self, found: list[CopyOut], captured: bool) -> bool:
+        """Add the copy of a plain storage; return False if the host has no memory for it."""
         pool, layout = self.pass_device.transfers.pool, self.layout
         before = layout.host()
         host = pool.take(self.nbytes, captured=captured, owner=self.resources, before=before)
         if host is None:
-            return self._refuse(pool.refusal)
+            return False
         if host is not before:
             layout.host = weakref.ref(host)
         typed = host.tensor if host.key is layout.key else host.typed(layout.key)
         if typed is None:
-            self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
+            self._add_piece(Piece(0, self.nbytes, None, host), host, found)
         else:
-            self._queue(((typed, self.probe),), host, layer, captured)
+            found.append(CopyOut(((typed, self.probe),), host, self.stream, self.ready))
             self._typed, self._host = typed, host
         return True
 
-    def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
-        pool = self.pass_device.transfers.pool
-        whole = piece.elements is not None
-        host = piece.host = pool.take(piece.nbytes, captured=captured, whole=whole, owner=self.resources)
-        if host is None:
-            return self._refuse(pool.refusal)
-        self._queue_piece(piece, host, layer, captured)
+    def _copy_missing(self, piece: Piece, found: list[CopyOut], captured: bool) -> bool:
+        """Add copies of what of a piece is not copied yet: parts may have been copied before the whole of it."""
+        missing = [piece]
+        if self._pieces and piece.elements is None:
+            missing = list(gaps(*piece.exact, self._pieces, self.nbytes))
+        for part in missing:
+            pool = self.pass_device.transfers.pool
+            whole = part.elements is not None
+            host = part.host = pool.take(part.nbytes, captured=captured, whole=whole, owner=self.resources)
+            if host is None:
+                return False
+            self._add_piece(part, host, found)
         return True
 
-    def _queue_piece(self, piece: Piece, host: HostBuffer, layer: int, captured: bool) -> None:
+    def _add_piece(self, piece: Piece, host: HostBuffer, found: list[CopyOut]) -> None:
         assert self._source is not None
-        self._queue(piece.pairs(self._source, 0, self.pass_device.device), host, layer, captured)
+        found.append(CopyOut(piece.pairs(self._source, 0, self.pass_device.device), host, self.stream, self.ready))
         self._pieces = (*self._pieces, piece)
 
-    def _refuse(self, refusal: str) -> bool:
-        self.refused = refusal
-        self.new = ()
-        self.loose = ()
-        return False
+    def _return(self, hosts: Sequence[HostBuffer]) -> None:
+        """Return host memory to which nothing is copied after all."""
+        numbers = {host.number for host in hosts}
+        self.resources.buffers = tuple(number for number in self.resources.buffers if number not in numbers)
+        for host in hosts:
+            self.pass_device.transfers.pool.give_back(host, host.fence)
 
-    def _queue(self, pairs: Pairs, host: HostBuffer, layer: int, captured: bool) -> None:
-        """Queue a copy out."""
-        device, nbytes = self.pass_device, host.nbytes
-        self.__class__ = self.in_flight
-        try:
-            device.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
-        except BaseException:
-            self.resources.buffers = tuple(number for number in self.resources.buffers if number != host.number)
-            device.transfers.pool.give_back(host, host.fence)
-            raise
-        counters = device.counters
+    def copies_queued(self, copies: Sequence[CopyOut], end: StreamPosition | None) -> None:
+        """Note that copies are queued; `end` comes after them, if that is known."""
+        nbytes = sum(copy.host.nbytes for copy in copies)
+        counters = self.pass_device.counters
         counters.tensors_offloaded += self.residency is Residency.DEVICE
         counters.bytes_offloaded += nbytes
         self.bytes_copied += nbytes
         self.residency = Residency.OFFLOADING
         # [guard: end of an earlier copy of the storage]
-        self.copied_out = None  # what was behind the copies so far is not behind this one
+        self.copied_out = end  # what was behind the copies so far is not behind these
+
+    def copies_failed(self, copies: Sequence[CopyOut]) -> None:
+        """Note that copies could not be queued: what is not on the host stays on the device."""
+        self.refused = "A copy to the host failed."
+        hosts = [copy.host for copy in copies]
+        self._pieces = tuple(piece for piece in self._pieces if piece.host not in hosts)
+        if self._host in hosts:
+            self._typed = self._host = None
+        self._return(hosts)
 
     def release(self, layer: int, awaited: StreamPosition | None = None) -> int:
         """Free the device memory if all layers that saved the storage have released it; return the bytes freed.

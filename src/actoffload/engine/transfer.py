@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -42,11 +43,20 @@ from ..schedule.timeline import Kind
 from .host_pool import HostBuffer, HostPool
 from .statistics import Counters, TimelineRecorder
 
-__all__ = ["PassDevice", "Transfers"]
+__all__ = ["CopyOut", "PassDevice", "Transfers"]
 
 D2H, H2D, COMPUTE = 0, 1, 2
 
 _position = partial(tuple.__new__, StreamPosition)  # without the Python frame of a named tuple's constructor
+
+
+class CopyOut(NamedTuple):
+    """A copy to the host that is to be queued."""
+
+    pairs: Pairs
+    host: HostBuffer
+    compute: Stream
+    ready: StreamPosition | None  # what the copy waits for; None for the present end of the compute stream
 
 
 class Link:
@@ -130,23 +140,26 @@ class Transfers:
             if stream != compute:
                 self.wait(stream, position, position.captured)  # [wait: other streams for compute]
 
-    def to_host(
-        self, pairs: Pairs, host: HostBuffer, compute: Stream, ready: StreamPosition | None, layer: int, captured: bool
-    ) -> None:
-        """Queue a copy out, after the tensor is ready, at `ready` or now, and the host buffer is free."""
-        if ready is None:
-            self.backend.wait_stream(self.out, compute)  # [wait: copy out for the tensor saved now]
-        else:
-            self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
-        for position in host.fence:
-            if position.order > self.link.waited and position.captured == captured:
-                self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
-                self.link.waited = position.order  # [guard: fences waited for]
+    def to_host(self, copies: Sequence[CopyOut], layer: int, captured: bool) -> None:
+        """Queue copies out, after their tensors are ready and their host buffers are free."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waited: list[Stream] = []
+        for some, host, compute, ready in copies:
+            pairs += some
+            if ready is not None:
+                self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
+            elif compute not in waited:
+                waited.append(compute)
+                self.backend.wait_stream(self.out, compute)  # [wait: copy out for the tensor saved now]
+            for position in host.fence:
+                if position.order > self.link.waited and position.captured == captured:
+                    self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
+                    self.link.waited = position.order  # [guard: fences waited for]
         recorder = self.recorder
         if recorder is None:
             self.backend.to_host(pairs, self.out)
         else:
-            with recorder.span(Kind.D2H, layer, self.out, host.nbytes):
+            with recorder.span(Kind.D2H, layer, self.out, sum(copy.host.nbytes for copy in copies)):
                 self.backend.to_host(pairs, self.out)
 
     def end_of_copies_out(self, captured: bool | None = None) -> StreamPosition:

@@ -293,10 +293,11 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def trial(
-    program: Any, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run
+    program: Any, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run, batch: int = 0
 ) -> tuple[Any, Any]:
     """Run a program in one order and check the result; return the order and the statistics."""
     device = AdversarialDevice(seed, mode)
+    device.batch = batch
     clear_marks()
     was_enabled = gc.isenabled()
     gc.disable()  # memory must be freed without the collector
