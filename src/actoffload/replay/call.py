@@ -24,7 +24,7 @@ from ..engine.hooks import Packer, unpack
 from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import Expected, Program, copy_of, on_value
-from .proof import Alarm, Sample, Times, below_everything, prove, rise
+from .proof import Alarm, Sample, Times, below_everything, below_gradients, prove, rise
 from .trace import UNKNOWN, Weight, leaves
 from .tracer import Tracer
 
@@ -302,24 +302,22 @@ class Call:
 
     def _drop(self, numbers: Sequence[int]) -> None:
         """Empty the slots of some entries, and leave samples of what was not proven."""
-        slots, values = self._slots, self.program.trace.values
-        sampled: Collection[int] = self.program.dropped if self._compares_all else self.program.ends
+        program, taken = self.program, self._samples
+        sampled: Collection[int] = program.dropped if self._compares_all else program.ends
         samples: dict[int, Tensor] = {}
         for number in numbers:
-            slot = slots[number]
-            if slot is None or slot.tensor is None:
-                continue
-            expected = self.program.expected[number]
-            if expected is not None and expected.value in sampled:
-                samples.setdefault(expected.value, slot.tensor)
-            slot.tensor = None
-        samples = {value: tensor for value, tensor in samples.items() if value not in self._samples}
+            slot = self._slots[number]
+            if slot is not None and slot.tensor is not None:
+                value = program.trace.entries[number].value
+                if value in sampled and value not in taken:
+                    samples.setdefault(value, slot.tensor)
+                slot.tensor = None
         if samples:
-            with below_everything():
+            with below_gradients():
                 for value, tensor in samples.items():
-                    sample = Sample.take(value, values[value], tensor, whole=self._compares_all)
+                    sample = Sample.take(value, program.trace.values[value], tensor, whole=self._compares_all)
                     if sample is not None:
-                        self._samples[value] = sample
+                        taken[value] = sample
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""

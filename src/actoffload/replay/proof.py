@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Node, Value
 from .tracer import default_generators
 
-__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "rise", "same_bits"]
+__all__ = ["Alarm", "Sample", "Times", "below_everything", "below_gradients", "measure", "prove", "rise", "same_bits"]
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
@@ -55,14 +56,22 @@ _thread = _Guards()
 class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
+    kinds: tuple[Any, ...] = _KINDS
+
     def __enter__(self) -> None:
         entered = _thread.entered
-        for kind in _KINDS:
+        for kind in self.kinds:
             entered.append(kind())  # is in force from here on, and in no variable that a traceback keeps
             entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        rise(len(_thread.entered) - len(_KINDS))
+        rise(len(_thread.entered) - len(self.kinds))
+
+
+class below_gradients(below_everything):  # noqa: N801
+    """Call operators that autocast does not know; each guard takes 3 us in a forward, where the host is late."""
+
+    kinds = below_autograd, no_torch_dispatch
 
 
 def rise(depth: int = 0) -> None:
@@ -276,7 +285,7 @@ class Sample:
     def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
         """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples].
 
-        It is called below everything, as `Alarm.compare` is.
+        It is called below gradients.
         """
         view = value.view
         if view is None or saved.dtype is not view.dtype or is_freed(saved):
@@ -295,6 +304,15 @@ def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:
     return found.sum(dtype=torch.int64).reshape(1) if whole else found
 
 
+class _Reading(NamedTuple):
+    """Results of comparisons on one device that are on their way to the host."""
+
+    result: Tensor  # whether any differed
+    event: StreamEvent  # after which it is there
+    flags: Tensor
+    made_by: list[tuple[str, Node] | None]
+
+
 class Alarm:
     """Compares samples on the device, and raises an error when one was different.
 
@@ -306,13 +324,14 @@ class Alarm:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
-        self._flags: Tensor | None = None
-        self._rows: Sequence[Tensor] = ()  # of the flags
+        # By device: whether comparisons found a difference, a row for each.  No lock guards them, which an interrupt
+        # could leave locked: backwards of several threads take different rows.
+        self._flags: dict[torch.device, tuple[Tensor, Sequence[Tensor]]] = {}
         self._made_by: list[tuple[str, Node] | None] = [None] * ROWS
-        self._next = self._since = 0
+        self._numbers = count()
+        self._unread = False  # something was compared whose result was not asked for
         self._backward = NO_BACKWARD  # the latest one in which something was compared
-        self._reading: tuple[Tensor, StreamEvent, Tensor, list[tuple[str, Node] | None]] | None = None
+        self._reading: list[_Reading] = []
         self.samples = 0  # that were compared
 
     def compare(self, sample: Sample, tensor: Tensor, name: str, node: Node) -> None:
@@ -320,17 +339,15 @@ class Alarm:
         if backward_id() not in (NO_BACKWARD, self._backward):
             self._backward = backward_id()
             after_backward(self._read)
-        with self._lock:  # backwards of several threads
-            self.samples += 1
-            if self._flags is None or self._flags.device != tensor.device:
-                self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
-                self._rows = self._flags.unbind()
-            row, self._next = self._next, (self._next + 1) % ROWS
-            self._since = min(self._since + 1, ROWS)
-            self._made_by[row] = name, node
-        found = _sampled(tensor, sample.where, whole=sample.whole)
-        count = found.numel()
-        torch.ne(found, sample.bits, out=self._rows[row] if count == ELEMENTS else self._rows[row][:count])
+        flags = self._flags.get(tensor.device)
+        if flags is None:
+            made = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
+            flags = self._flags.setdefault(tensor.device, (made, made.unbind()))
+        number = next(self._numbers)
+        self._made_by[number % ROWS] = name, node
+        self._unread, self.samples = True, number + 1
+        found, row = _sampled(tensor, sample.where, whole=sample.whole), flags[1][number % ROWS]
+        torch.ne(found, sample.bits, out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:
         """Raise an error if a comparison has failed whose result is there.
@@ -344,38 +361,39 @@ class Alarm:
         if self._backend.capturing():
             return
         reading = self._reading
-        if reading is not None and self._backend.passed(reading[1]):
-            self._reading = None
-            host, _, flags, made_by = reading
-            with below_everything():
-                differ = bool(host)
-            if differ:  # [guard: samples that differ]
-                rows = flags.any(dim=1).nonzero().flatten().tolist()
-                made = made_by[rows[0]]
-                assert made is not None
-                name, node = made
-                where = f"{name}{'.' + node.module if node.module else ''}: {node.name.partition('#')[0]}"
-                raise RuntimeError(
-                    f"Values that were computed again in the last backward differ from those of the forward, first in "
-                    f"{where}: it depends on something that has changed since the first call, such as a global or a "
-                    "kernel that writes to memory unseen. The last gradients are wrong. Pass recompute=False, or "
-                    "keep=[...] with the name of the module."
-                )
-        if self._since and reading is None:
+        if reading and all(self._backend.passed(each.event) for each in reading):
+            self._reading = []
+            for each in reading:
+                with below_everything():
+                    differ = bool(each.result)
+                if differ:  # [guard: samples that differ]
+                    made = each.made_by[each.flags.any(dim=1).nonzero().flatten().tolist()[0]]
+                    assert made is not None
+                    name, node = made
+                    where = f"{name}{'.' + node.module if node.module else ''}: {node.name.partition('#')[0]}"
+                    raise RuntimeError(
+                        f"Values that were computed again in the last backward differ from those of the forward, first "
+                        f"in {where}: it depends on something that has changed since the first call, such as a global "
+                        "or a kernel that writes to memory unseen. The last gradients are wrong. Pass recompute=False, "
+                        "or keep=[...] with the name of the module."
+                    )
+        if self._unread and not reading:
             self._read()
 
     def _read(self) -> None:
         """Begin to read the results since the last time, unless some are still to come."""
-        if self._since and self._reading is None and not self._backend.capturing() and self._flags is not None:
+        if not self._unread or self._reading or self._backend.capturing():
+            return
+        self._unread = False
+        reading = []
+        for device, (flags, _) in list(self._flags.items()):
             with below_everything():
-                flags = self._flags.clone()
-                self._flags.zero_()
-                result = flags.any()
-                if result.device.type == "cpu":
-                    host = result
-                else:
+                copied = flags.clone()
+                flags.zero_()
+                result = copied.any()
+                if device.type != "cpu":
                     host = torch.empty((), dtype=torch.bool, pin_memory=True)
-                    host.copy_(result, non_blocking=True)
-            event = self._backend.record(current_stream(self._backend))
-            self._reading = host, event, flags, self._made_by.copy()
-            self._since = 0
+                    result = host.copy_(result, non_blocking=True)
+            stream = self._backend.current_stream(self._backend.place(flags))
+            reading.append(_Reading(result, self._backend.record(stream), copied, self._made_by.copy()))
+        self._reading = reading
