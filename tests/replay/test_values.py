@@ -142,3 +142,47 @@ def test_saved_tensors_have_the_layout_of_the_forward(kind):
 
 def test_nothing_is_dropped_that_is_smaller_than_min_bytes():
     check(Net, min_bytes=1 << 20, freed=0.0)
+
+
+class Twins(Linear):
+    """Makes a value three times, as autocast casts the input of three projections."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return x + torch.exp(y) * torch.exp(y) * torch.exp(y)
+
+
+def test_one_of_equal_values_is_kept_in_place_of_all():
+    """What is saved of a block: its input, and three results of exp, of which one stays."""
+    saves = [torch.ops.aten.exp.default, torch.ops.aten.addmm.default]
+    check(lambda: Net(Twins), policy=saves, freed=0.4)
+
+
+class EditedTwin(Linear):
+    """Edits one of two equal values, which autograd has saved and does not need."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        one = y * 2.0
+        sine = one.sin().detach()
+        return x + sine + one.add_(1.0) + (y * 2.0).sin()
+
+
+@fractions
+def test_a_value_that_is_edited_stands_for_no_other(fraction):
+    check(lambda: Net(EditedTwin), fraction=fraction)
+
+
+class AlmostTwins(Linear):
+    """The same operator with arguments that compare equal and are not."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (
+            x + (y * 0.0).atan2(y).sin() + (y * -0.0).atan2(y).sin() + torch.pow(y, 2).sin() + torch.pow(y, 2.0).sin()
+        )
+
+
+@policies
+def test_values_of_almost_the_same_arguments(policy):
+    check(lambda: Net(AlmostTwins), policy=policy)

@@ -26,7 +26,7 @@ from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure
+from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
 from .follow import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -423,7 +423,8 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
             values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
         )
         kept = 0
-        if step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads):
+        of_weights = step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads)
+        if of_weights or step.node.operator is same:
             kept, sizes = sum(sizes), ()
         costs.append(
             OperatorCost(

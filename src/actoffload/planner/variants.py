@@ -56,7 +56,8 @@ class OperatorCost:
     segment : int
         The part of the group that calls it: what one part saves is made again, used and freed before the next.
     kept : int
-        Bytes of its saved results that can be made again, but not be offloaded: casts of weights.
+        Bytes of its saved results that are made again wherever the group is recomputed: casts of weights, and results
+        that another operator makes too.
     gradient : int
         Bytes of its largest saved output, for which backward makes a gradient; 0 if it is no output.
     """
@@ -173,7 +174,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     if not order:
         return (Variant(whole),)
     plain = replace(found[0].cost, kept_bytes=whole.kept_bytes + sum(each.kept for each in operators))
-    return (Variant(plain), *found[1:])
+    return (Variant(plain), *(found if plain != found[0].cost else found[1:]))
 
 
 def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bool]:

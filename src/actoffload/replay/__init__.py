@@ -4,7 +4,7 @@ from .call import Call
 from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
-from .trace import FunctionCall, Trace, Weight
+from .trace import FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "names_of",
     "policy_for",
     "remove_tracers",
+    "same",
     "saving",
 ]

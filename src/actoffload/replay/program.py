@@ -25,7 +25,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight, returns_one, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
@@ -138,6 +138,7 @@ class Program:
     policy: Policy
     min_bytes: int
     banned: Collection[int] = ()
+    nodes: list[Node] = field(default_factory=list)  # of the trace, see [Note: twins]
     dropped: frozenset[int] = frozenset()  # values
     sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
     kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
@@ -161,10 +162,11 @@ class Program:
 
     def __post_init__(self) -> None:
         trace = self.trace
+        self.nodes = with_twins(trace, self.banned)
         stands = self._choose()
         needed = self._needed()
         for number in sorted(needed):
-            self.steps[number] = self._step(trace.nodes[number], stands)
+            self.steps[number] = self._step(self.nodes[number], stands)
         for number, entry in enumerate(trace.entries):
             if entry.value in self.dropped:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
@@ -203,8 +205,8 @@ class Program:
             if number in sources:
                 continue
             made = value.maker != UNKNOWN and number not in self.banned
-            stays = made and number in saved and trace.nodes[value.maker].name in self.policy.names
-            if made and not stays and (value.maker in runs or self._may_run(trace.nodes[value.maker], stands)):
+            stays = made and number in saved and self.nodes[value.maker].name in self.policy.names
+            if made and not stays and (value.maker in runs or self._may_run(self.nodes[value.maker], stands)):
                 runs.add(value.maker)
                 assert value.view is not None
                 large = value.nbytes >= self.min_bytes or number not in saved
@@ -241,7 +243,7 @@ class Program:
             maker = self.trace.values[value].maker
             if maker not in needed:
                 needed.add(maker)
-                waiting += self.trace.nodes[maker].reads
+                waiting += self.nodes[maker].reads
         return needed
 
     def _step(self, node: Node, stands: dict[int, View]) -> Step:
@@ -252,7 +254,7 @@ class Program:
         # A value may stay that an operator returns beside others.
         made = tuple((place, value) for place, value in node.made if value not in self.sources)
         function = isinstance(node.operator, FunctionCall)
-        single = made[0][1] if not function and len(node.made) == 1 and _returns_one(node.operator) and made else -1
+        single = made[0][1] if not function and len(node.made) == 1 and made and returns_one(node.operator) else -1
         scratch = () if function else tuple(k for k in rules_of(node.operator).scratch if k < len(args))
         # Without the Python frame of `torch.ops`.
         call = getattr(node.operator, "_op", node.operator)
@@ -314,7 +316,7 @@ class Program:
                 segments.setdefault(entry.segment, set()).add(entry.value)
         keys: dict[int, list[tuple[int, int]]] = {value: [] for value in self.dropped}
         for segment, dropped in segments.items():
-            made = [value for value in self.held if self.trace.nodes[self.trace.values[value].maker].segment == segment]
+            made = [value for value in self.held if self.nodes[self.trace.values[value].maker].segment == segment]
             uses = dict.fromkeys(dropped, 1)
             for number in set[int]().union(*(path[value] for value in (*dropped, *made))):
                 for value in self.steps[number].reads:
@@ -361,7 +363,7 @@ class Program:
             if value in self.sources:
                 found.add(value)
             else:
-                waiting += self.trace.nodes[self.trace.values[value].maker].reads
+                waiting += self.nodes[self.trace.values[value].maker].reads
         return found
 
     # Running
@@ -467,11 +469,6 @@ def _filled(given: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(given, _Read):
         return on_value(values[given.value], given)
     return [_filled(each, values) for each in given] if isinstance(given, list) else given
-
-
-def _returns_one(operator: Any) -> bool:
-    returns = operator._schema.returns
-    return len(returns) == 1 and "[]" not in str(returns[0].type)
 
 
 def _is_expensive(node: Node) -> bool:

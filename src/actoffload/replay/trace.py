@@ -8,12 +8,16 @@ module.  What has neither is only known where autograd saves it: results of rand
 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
 Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
+
+`[Note: twins]`  Autocast casts the input of three projections three times, and autograd saves each result.  An operator
+that is called again with the same arguments makes the same value, so the program takes the first one in its place.  It
+costs no time, and one of them is held, kept or offloaded in place of three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +26,20 @@ from torch.autograd.function import FunctionCtx
 
 from ..engine.layout import View
 
-__all__ = ["UNKNOWN", "Entry", "FunctionCall", "Node", "Place", "Trace", "Value", "Weight", "leaves"]
+__all__ = [
+    "UNKNOWN",
+    "Entry",
+    "FunctionCall",
+    "Node",
+    "Place",
+    "Trace",
+    "Value",
+    "Weight",
+    "leaves",
+    "returns_one",
+    "same",
+    "with_twins",
+]
 
 UNKNOWN = -1
 
@@ -128,3 +145,48 @@ def leaves(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (list, tuple)):
         for part in tree:
             yield from leaves(part)
+
+
+# Twins
+
+
+def same(tensor: Tensor) -> Tensor:
+    """Return a tensor itself: the operator of a twin."""
+    return tensor
+
+
+def returns_one(operator: Any) -> bool:
+    """Return whether an operator returns one tensor."""
+    if operator is same:
+        return True
+    returns = operator._schema.returns
+    return len(returns) == 1 and "[]" not in str(returns[0].type)
+
+
+def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
+    """Return the operators of a trace, `same` in place of those that repeat an earlier one."""
+    first: dict[Any, int] = {}
+    twins: dict[int, int] = {}  # values
+    nodes = []
+    for node in trace.nodes:
+        nodes.append(node)
+        if isinstance(node.operator, FunctionCall) or [place for place, _ in node.made] != [0]:
+            continue
+        value = node.made[0][1]
+        view = trace.values[value].view
+        key = node.operator, view, _key((node.args, tuple(sorted(node.kwargs.items()))), twins)
+        twin = first.setdefault(key, value) if view is not None and returns_one(node.operator) else value
+        if twin != value and twin not in banned:  # [guard: twins that are written to]
+            assert view is not None
+            twins[value] = twin
+            nodes[-1] = replace(node, operator=same, args=(Place(twin, view),), kwargs={}, reads=(twin,))
+    return nodes
+
+
+def _key(given: Any, twins: Mapping[int, int]) -> Any:
+    """Return arguments so that only the same ones are equal: 1 is not True, and 0.0 is not -0.0."""
+    if isinstance(given, Place):
+        return twins.get(given.value, given.value), given.view
+    if isinstance(given, (list, tuple)):
+        return type(given), *[_key(each, twins) for each in given]
+    return type(given), repr(given) if isinstance(given, (float, complex)) else given
