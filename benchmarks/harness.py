@@ -108,12 +108,10 @@ def way_of(arm: str, checkpoint_peak: int | None) -> Way:
     ours: dict[str, Any] = {"min_bytes": 1024} if DEVICE.type == "cpu" else {}  # a rehearsal has small tensors
     if name == "qkv":
         ours |= {"layers": "*.qkv", "fraction": 1.0}
-    elif name == "budget" and gib:
-        ours["memory_budget"] = int(float(gib) * 2**30)
     elif name == "budget":
-        if checkpoint_peak is None:
+        if not gib and checkpoint_peak is None:
             raise UnavailableError("Checkpointing has no peak in this run, so there is no budget.")
-        ours["memory_budget"] = int(ABOVE * checkpoint_peak)
+        ours["memory_budget"] = int(float(gib) * 2**30 if gib else ABOVE * (checkpoint_peak or 0))
     return Way(name, ours if name in ("offload", "qkv", "budget") else None)
 
 
@@ -336,7 +334,6 @@ def free_memory() -> None:
 
 
 def mean_square(y: torch.Tensor, _: Any = None) -> torch.Tensor:
-    """Return the loss of a model without labels."""
     return y.float().square().mean()
 
 

@@ -25,7 +25,6 @@ BUDGETS = "Step time against peak memory: ten budgets, checkpointing and no offl
 
 
 def measured(of_job: Sequence[Row], arm: str) -> Row | None:
-    """Return the row of an arm if its step was measured."""
     return next((row for row in of_job if row["arm"] == arm and row["step_ms"]), None)
 
 

@@ -47,12 +47,11 @@ DETAILS = {
 
 
 def number(row: Row, column: str, places: int) -> str:
-    """Return a value of a row with so many places, or nothing."""
     return f"{float(row[column]):.{places}f}" if row[column] else ""
 
 
 def spread(row: Row, column: str, places: int) -> str:
-    """Return the extremes of a value in parentheses, if they differ in these places."""
+    """Return the extremes of a value in parentheses, if they differ."""
     low, high = (number(row, f"{column}_{end}", places) for end in ("low", "high"))
     return "" if low == high else f" ({low} to {high})"
 
@@ -192,13 +191,13 @@ def overview(jobs: dict[str, list[Row]]) -> str:
     lines = []
     for name, of_job in jobs.items():
         ours = pictures.ours(of_job)
-        if not JOBS[name].searches and ours is not None and find(of_job, "checkpoint") is not None:
+        if not JOBS[name].searches and ours is not None and find(of_job, "none") and find(of_job, "checkpoint"):
             shown = []
-            for row in (find(of_job, "none"), find(of_job, "checkpoint"), ours):
-                time = number(row, "step_ms", 0) or row["status"] if row is not None else ""
-                shown += [time, number(row, "peak_gib", 1) if row is not None else ""]
+            for row in filter(None, (find(of_job, "none"), find(of_job, "checkpoint"), ours)):
+                measured = f"{number(row, 'step_ms', 0)} ms, {number(row, 'peak_gib', 1)} GiB"
+                shown.append(measured if row["step_ms"] else row["status"])
             lines.append([JOBS[name].title, *shown, by_checkpoint(ours, of_job)])
-    header = ["job", "no offload (ms)", "GiB", "checkpointing (ms)", "GiB", "actoffload (ms)", "GiB", "× checkpointing"]
+    header = ["job", "no offload", "checkpointing", "actoffload", "× checkpointing"]
     return table(header, lines)
 
 

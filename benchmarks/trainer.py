@@ -6,6 +6,7 @@ A job has one length of sequences, or is a search for the longest one that train
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -128,7 +129,8 @@ def train(sizes: Llama, way: Way, recorder: Recorder) -> None:
     """Train a new model with a new Trainer until the recorder is done."""
     if sizes.liger:
         need("liger_kernel")
-    if way.inputs_offloaded and CHECKPOINTING == "gradient_checkpointing":
+    enable = getattr(LlamaForCausalLM, f"{CHECKPOINTING}_enable")
+    if way.inputs_offloaded and "offload" not in inspect.signature(enable).parameters:
         raise UnavailableError(f"transformers {importlib.metadata.version('transformers')} offloads no inputs.")
     model = _model(sizes)
     more: dict[str, Any] = {CHECKPOINTING: True} if way.checkpointed else {}

@@ -51,7 +51,6 @@ class DiffusionTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 16)
 
     def forward(self, latents: torch.Tensor, times: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return (batch, tokens, 16) from latents (batch, 4, height, width), times and labels (batch)."""
         rates = torch.exp(torch.arange(128, device=times.device) * (-math.log(10000) / 128))
         angles = times[:, None] * rates
         c = self.times(torch.cat((angles.cos(), angles.sin()), dim=-1)) + self.labels(labels)

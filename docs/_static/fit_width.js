@@ -44,6 +44,11 @@ document.addEventListener("DOMContentLoaded", () => {
     const fade = () => box.classList.toggle("more", box.scrollWidth > box.clientWidth + box.scrollLeft + 1);
     box.addEventListener("scroll", fade);
     new ResizeObserver(fade).observe(box);
-    image.addEventListener("load", fade);
+    const least = () => {
+      if (!image.classList.contains("wide")) image.style.minWidth = `min(${0.6 * image.naturalWidth}px, 44rem)`;
+      fade();
+    };
+    image.addEventListener("load", least);
+    if (image.naturalWidth) least();
   }
 });

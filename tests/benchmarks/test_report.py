@@ -117,8 +117,8 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
 def test_the_overview_takes_the_default_where_nothing_else_fits() -> None:
     lines = report.overview(report.by_job([*P8, *L16, *SEARCH])).splitlines()[2:]
     assert lines == [
-        "| Llama 8B LoRA, 16k | out of memory |  | 2000 | 43.0 | 1500 | 70.0 | 0.750 |",
-        "| 16 layers, 8k | 100 | 32.0 | 125 | 20.0 | 105 | 20.0 | 0.840 |",
+        "| Llama 8B LoRA, 16k | out of memory | 2000 ms, 43.0 GiB | 1500 ms, 70.0 GiB | 0.750 |",
+        "| 16 layers, 8k | 100 ms, 32.0 GiB | 125 ms, 20.0 GiB | 105 ms, 20.0 GiB | 0.840 |",
     ]
 
 

@@ -61,7 +61,7 @@ document.documentElement.dataset.theme = scheme;
     ).map(box => box.textContent.slice(0, 40)),
     // Those of the class "wide" have twice the pixels.
     small: images.filter(i => i.closest('figure, .figure-box') && shown(i)
-      && i.width < (i.classList.contains('wide') ? 0.5 : 0.7) * i.naturalWidth).map(i => i.src),
+      && i.width < (i.classList.contains('wide') ? 0.5 : 0.59) * i.naturalWidth).map(i => i.src),
   };
 })().then(done, error => done({error: String(error)}));
 """
