@@ -284,23 +284,22 @@ class FirstSteps:
             self._again = self._variants(mine)
         if plan is not None:
             self._grow(plan)
-        plain, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
+        costs, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
         for index, cost in self._plain.costs.items():  # of the groups that run now
             at = [self._plain.names[index].index(name) for name in names[index]]
-            grown, growth = self._grown(index, cost), self._growth.get(index, 1.0)
-            splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
-            gradients = tuple(grown.gradient_bytes[k] for k in at) if grown.gradient_bytes else ()
-            ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits, gradient_bytes=gradients)
-            now = found[index]
-            plain[index] = replace(
-                ran,
-                boundary_bytes=now.boundary_bytes,
-                output_bytes=now.output_bytes,
-                sent_forward=now.sent_forward,
-                sent_backward=now.sent_backward,
-            )
+            growth = self._growth.get(index, 1.0)
             again[index] = [tuple(_larger(way, growth) for way in self._again[index][k]) for k in at]
-        return replace(self._plain, order=learned.order, names=names, costs=plain, again=again)
+            groups = tuple(ways[0].cost for ways in again[index])
+            halves = zip((cost.splits[k] for k in at if cost.splits), groups, strict=False)
+            kept = ((half, min(math.ceil(half.kept * growth), group.nbytes)) for half, group in halves)
+            costs[index] = replace(
+                found[index],
+                groups=groups,
+                splits=tuple(replace(half, kept=nbytes) for half, nbytes in kept),
+                gradient_bytes=tuple(cost.gradient_bytes[k] for k in at) if cost.gradient_bytes else (),
+                other_bytes=cost.other_bytes,
+            )
+        return replace(self._plain, order=learned.order, names=names, costs=costs, again=again)
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Count by how much groups save more than in a plan."""
@@ -310,16 +309,6 @@ class FirstSteps:
             sizes = zip(stage.steering.sizes, plan.nbytes[stage.index], strict=True)
             factors = (now / planned for now, planned in sizes if planned)
             self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
-
-    def _grown(self, stage: int, cost: StageCost) -> StageCost:
-        """Return the cost of a stage without recomputation, for what its groups save now."""
-        factor = self._growth.get(stage, 1.0)
-        groups = tuple(group.with_bytes(factor) for group in cost.groups)
-        splits = tuple(
-            replace(split, kept=min(math.ceil(split.kept * factor), group.nbytes))
-            for split, group in zip(cost.splits, groups, strict=False)
-        )
-        return replace(cost, groups=groups, splits=splits)
 
     def _recompute(self, mine: Measured) -> None:
         """Recompute everything in the next steps, and time the operators; `mine` is of the steps before."""

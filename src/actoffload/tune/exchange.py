@@ -244,10 +244,6 @@ class Exchange:
             missing += [rank] if at is None else []
         return found, missing
 
-    def answer(self, key: str, value: Any) -> None:
-        """Post a value for all other ranks."""
-        self.post(key, value)
-
     def receive(self, keys: Iterable[str], where: str) -> Any:
         """Wait for an answer with one of some keys, and return it; `where` says where this rank waits for it."""
         left = f"gone {self.leader}"
@@ -276,7 +272,7 @@ class Exchange:
             lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
             found += others.values()
             if others:
-                self.answer(key, (found, lost))
+                self.post(key, (found, lost))
         if lost:
             raise LostRankError(lost)
         return found

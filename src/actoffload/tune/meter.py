@@ -276,10 +276,11 @@ def spans(
     """
     found = {}
     for k in groups:
-        begun, ended = times.get((kind, k, False)), times.get((kind, k, True))
-        if begun is None or ended is None:
+        ended = times.get((kind, k, True))
+        if ended is None:
             found[k] = Span()
             continue
+        begun = times[kind, k, False]
         found[k] = Span(max(begun - now, 0.0), max(ended - begun, 0.0))
         now = max(ended, now)
     return found

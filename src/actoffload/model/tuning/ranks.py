@@ -166,7 +166,7 @@ class Ranks:
                 "sharded or data-parallel model."
             )
         problem = disagreement({exchange.rank: own, **others})
-        exchange.answer("problem", (problem, own))
+        exchange.post("problem", (problem, own))
         return problem
 
     @property
@@ -180,7 +180,7 @@ class Ranks:
     def decide(self, number: int, decision: Decision) -> None:
         """Post what a pass is for, if this rank decides; without a stage, for all passes that follow."""
         if self._exchange.leads:
-            self._exchange.answer(self._key("end" if decision.stage is None else number), decision)
+            self._exchange.post(self._key("end" if decision.stage is None else number), decision)
 
     @_with_others
     def decision(self, number: int) -> Decision:
@@ -220,7 +220,7 @@ class Ranks:
         if exchange.leads:
             if self._again is None and (wanted or exchange.has(asked)):
                 self._again = number + WINDOW
-                exchange.answer(announced, self._again)
+                exchange.post(announced, self._again)
         else:
             if self._again is None and exchange.has(announced):
                 self._again = exchange.take(announced, len(exchange.ranks) - 1)
