@@ -296,11 +296,11 @@ def test_plans_print_bytes(tmp_path):
     handle = offload(model, actoffload.device.ReferenceDevice())
     for _ in range(2):
         step(model)
-    assert "blocks.0 ... 5         6        -     24.0 MiB" in str(handle.plan)
+    assert "blocks.0 ... 5             6        -     24.0 MiB" in str(handle.plan)
     handle.plan.save(tmp_path / "plan.json")
     handle.remove()
     handle = offload(model, actoffload.device.ReferenceDevice(), layers=None, plan=tmp_path / "plan.json")
-    assert "blocks.0 ... 5         6        -     24.0 MiB" in str(handle.plan)
+    assert "blocks.0 ... 5             6        -     24.0 MiB" in str(handle.plan)
     step(model)
     assert handle.statistics().bytes_offloaded == 24 * MIB
 
