@@ -74,3 +74,15 @@ def test_impossible_costs_are_refused(make: object, sentence: str) -> None:
 
 def test_an_infinitely_fast_link_is_allowed() -> None:
     assert Link(math.inf, math.inf).d2h == math.inf
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 400, 401, 5000])
+def test_batches_lose_no_tensor_and_start_no_earlier(nbytes: int) -> None:
+    cost = LayerCost.even(1000, 1.0, 2.0, pieces=5)
+    batched = cost.in_batches(nbytes)
+    assert [each.nbytes for each in batched.saved] == [each.nbytes for each in cost.saved]
+    times = [each.saved_at for each in batched.saved]
+    assert times == sorted(times)
+    assert all(late >= each.saved_at for late, each in zip(times, cost.saved, strict=True))
+    together = [sum(each.nbytes for each in batched.saved if each.saved_at == at) for at in sorted({*times})]
+    assert all(size >= nbytes for size in together[:-1])

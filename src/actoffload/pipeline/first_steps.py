@@ -347,7 +347,11 @@ class FirstSteps:
             splits = whole.splits or (None,) * len(whole.groups)
             groups = zip(found.names[stage.index], plain.groups, whole.groups, splits, strict=True)
             again[stage.index] = [
-                _ways(before, cost, operators.get(ran[name], ()), split) for name, before, cost, split in groups
+                tuple(
+                    replace(way, cost=way.cost.in_batches(self._backend.batch))
+                    for way in _ways(before, cost, operators.get(ran[name], ()), split)
+                )
+                for name, before, cost, split in groups
             ]
         return again
 

@@ -133,6 +133,20 @@ class LayerCost:
             return tuple(range(len(self.saved)))
         return tuple(sorted(range(len(self.saved)), key=lambda k: (self.saved[k].needed_at, -k)))
 
+    def in_batches(self, nbytes: int) -> LayerCost:
+        """Return the cost where copies to the host wait until they have `nbytes` bytes, or the forward has ended.
+
+        >>> [each.saved_at for each in LayerCost.even(1000, 0.010, 0.020, pieces=5).in_batches(400).saved]
+        [0.4, 0.4, 0.8, 0.8, 1.0]
+        """
+        saved, batch = list[Saved](), list[Saved]()
+        for each in self.saved:
+            batch.append(each)
+            if sum(one.nbytes for one in batch) >= nbytes:
+                saved += [replace(one, saved_at=each.saved_at) for one in batch]
+                batch = []
+        return replace(self, saved=(*saved, *(replace(one, saved_at=1.0) for one in batch)))
+
     def with_bytes(self, factor: float) -> LayerCost:
         """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
         check_fits("a number of times, finite and 0 or more", lambda value: 0 <= value < math.inf, factor=factor)

@@ -223,7 +223,10 @@ class Script:
             return self._keep("No group has run.")
         found.outside = lean.outside(self._backend)
         link = self._link or self._probed_link()
-        ways = self._ways(traced, lean)
+        batch = self._backend.batch
+        ways = [
+            tuple(replace(way, cost=way.cost.in_batches(batch)) for way in group) for group in self._ways(traced, lean)
+        ]
         # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
         known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
         room = self._host_room()
