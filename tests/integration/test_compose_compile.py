@@ -26,9 +26,9 @@ from composing import (
     hooked,
     train,
 )
-from helpers import forward, make, plain
+from helpers import forward, make, nothing_held, plain
 from torch import Tensor, nn
-from torch._dynamo import lookup_backend
+from torch._dynamo import compiled_autograd, lookup_backend
 
 import actoffload
 
@@ -365,3 +365,21 @@ def test_a_module_that_is_offloaded_no_more_runs_compiled_as_before():
     assert len(calls) == BLOCKS
     assert all(map(torch.equal, train(model), wanted))
     assert backend.graphs == graphs
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_backward_in_compiled_autograd_is_refused(fullgraph):
+    model = Net(Mlp)
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        handle = actoffload.offload(model, min_bytes=64)
+        y = model(batch())
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager", fullgraph=fullgraph)),
+            pytest.raises(Exception, match="cannot run in compiled autograd: set"),
+        ):
+            y.sum().backward()
+        assert handle.statistics().tensors_offloaded > 0
+        del y
+        model(batch()).sum().backward()
+        if not fullgraph:  # otherwise Dynamo keeps its error, whose frames have the tensors
+            nothing_held(handle)

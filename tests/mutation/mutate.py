@@ -120,14 +120,14 @@ def judge(directory: Path, tests: list[str], limit: float = LIMIT, share: int = 
     return Verdict(process.exitcode != 0, test, seconds)
 
 
-def judge_mutant(mutant: Mutant, original: Path, tests: list[str]) -> Verdict:
+def judge_mutant(mutant: Mutant, original: Path, tests: list[str], limit: float = LIMIT) -> Verdict:
     """Run tests after changing one file in a copy that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="mutant") as directory:
         copy = shutil.copytree(original, Path(directory) / "project", copy_function=os.link)
         changed = copy / "src" / mutant.path
         changed.unlink()  # the name in the copy only: the file is also the original's
         changed.write_text(mutant.text, encoding="utf-8")
-        return judge(copy, tests)
+        return judge(copy, tests, limit)
 
 
 def _row(name: str, place: str, verdict: str, test: str, seconds: str) -> str:
@@ -189,7 +189,8 @@ def judge_all(mutants: list[Mutant], killers: dict[str, str], original: Path, op
     print(_row("---", "---", "---", "---", "---"))
     survivors = 0
     with ThreadPoolExecutor(jobs) as pool:
-        verdicts = pool.map(lambda mutant: judge_mutant(mutant, original, chosen[mutant.name]), mutants)
+        limit = (5 if options.find else 1) * LIMIT
+        verdicts = pool.map(lambda mutant: judge_mutant(mutant, original, chosen[mutant.name], limit), mutants)
         for mutant, verdict in zip(mutants, verdicts, strict=True):
             survivors += not verdict.red
             if "::" in verdict.test:

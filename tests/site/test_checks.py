@@ -75,6 +75,3 @@ def test_each_page_has_a_title_and_a_description_of_its_own(site):
         "sub/index.html: the page has the title of index.html: 'index'.",
         "sub/index.html: the page has the description of index.html: 'What index is about.'.",
     ]
-
-
-DESKTOP, PHONE = (1280, 900), (390, 844)
