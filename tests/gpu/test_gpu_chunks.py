@@ -11,6 +11,7 @@ from gpu_harness import gpu
 
 from actoffload import device as devices
 from actoffload.device.accelerator import Accelerator
+from actoffload.device.chunks import Separator
 
 pytestmark = gpu
 
@@ -133,7 +134,7 @@ def test_without_separators_a_small_copy_waits(
     device: Accelerator, large: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What separators are for; where it fails, this driver does not need them."""
-    monkeypatch.setattr(device, "_separator", lambda _: None)
+    monkeypatch.setattr(Separator, "queue", lambda _: None)
     stream = device.new_stream(device.current_device())
     work = copies(device, False, large, stream)
     work()
