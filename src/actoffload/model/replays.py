@@ -27,7 +27,7 @@ from ..device.base import Backend, current_stream
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
 from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
-from .follow import DROPPED, FollowedModule, PassSettings, group_name
+from .follow import DROPPED, FollowedModule, TakeTimes, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
 
@@ -187,12 +187,11 @@ class Replays:
     def begin(
         self,
         followed: FollowedModule,
-        settings: PassSettings,
+        policy: Policy,
         packer: Packer,
         args: Any,
         kwargs: Any,
-        *,
-        compiled: bool,
+        take_times: TakeTimes | None,
     ) -> Begun | Callable[..., Any] | None:
         """Begin a call of a group; None if it is not replayed.
 
@@ -200,7 +199,6 @@ class Replays:
         """
         self.alarm.look()
         group, module = followed.group, followed.module
-        policy = settings.recompute[group]
         self._refused.pop(group, None)
         obstacle = self._obstacle(followed)
         if obstacle:
@@ -212,7 +210,7 @@ class Replays:
             attributes = _Attributes(module)
             known.states[KINDS - 1 :] = []
             known.states.insert(0, attributes)
-        if compiled or attributes.is_compiled:
+        if followed.compiled or attributes.is_compiled:
             if attributes.has_statistics:  # running statistics of compiled code
                 self._refused[group] = STATISTICS
                 return None
@@ -236,7 +234,7 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
-        timed = None if settings.take_times is None or capturing else self._measure
+        timed = None if take_times is None or capturing else self._measure
         if program is None and _in_functional_call():  # [guard: functional call]
             self._refused[group] = FUNCTIONAL
             return None
@@ -265,7 +263,7 @@ class Replays:
         self._timed[key] += 1
         return measure(program, source, self._backend) if self._timed[key] <= TIMED else {}
 
-    def finish(self, begun: Begun, output: Any, group: int, take_times: Callable[..., None] | None) -> None:
+    def finish(self, begun: Begun, output: Any, group: int, take_times: TakeTimes | None) -> None:
         """End a call of a group that has returned."""
         call, kind, policy = begun.call, begun.kind, begun.policy
         call.finish(output, policy, self._min_bytes())

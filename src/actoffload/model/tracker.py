@@ -130,110 +130,102 @@ class Tracker:
     def begin(
         self, followed: FollowedModule, args: Any, kwargs: Any, *, compiled: bool = False
     ) -> Callable[..., Any] | None:
-        """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
-        followed.compiled = compiled
-        self._begin(followed, args, kwargs)
-        calls = self._thread.calls
-        return self._replay(calls[-1], args, kwargs, compiled) if calls and calls[-1].followed is followed else None
-
-    def _replay(self, call: Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
-        """Begin to replay the call of a group; return what calls it if it is run again as a whole."""
-        thread, layer = self._thread, call.layer
-        if (
-            layer is None
-            or call.part
-            or call.followed.group not in thread.settings.recompute
-            or not torch.is_grad_enabled()
-        ):
-            return None
-        assert thread.current is not None
-        packer = Packer()
-        packer.take_for(thread.current, layer)
-        begun = self.replays.begin(call.followed, thread.settings, packer, args, kwargs, compiled=compiled)
-        if begun is None:
-            return None
-        layer.recomputed = thread.settings.recompute[call.followed.group]
-        if not isinstance(begun, Begun):
-            return begun
-        call.replay = begun
-        thread.packer.take_aside(begun.call.pack)
-        return None
-
-    def _begin(self, followed: FollowedModule, args: Any, kwargs: Any) -> None:
+        """Begin the forward of a module; return what calls it if backward runs it again as a whole."""
         thread = self._thread
+        followed.compiled = compiled
         if thread.idle or followed.role is DROPPED:
-            return
+            return None
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
             if followed.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
                 self.warn_once(RECOMPUTED if in_checkpoint() else IN_BACKWARD)
-            return
-        if thread.hooks is None:
-            self._finish()
-            if self.paused or not torch.is_grad_enabled() or tracing():  # [guard: forward that is traced]
-                return
-            if self._modules[0].ref() is None:  # [guard: model that is deleted]
-                self.warn_once(DELETED)
-                return
-            if self._meet is not None:
-                meet, self._meet = self._meet, None
-                meet()
-            alone = followed.role is not ROOT
-            current = thread.current
-            # [guard: pass of a loop over the groups -> False]
-            if alone and current is not None and not current.open:
-                thread.current = None
-                self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
-            settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
-            if settings.mode is Mode.IDLE:
-                thread.calls.append(Call(followed))
-                thread.idle = True
-                self._running.add(threading.get_ident())  # thread in a forward that is not followed
-                return
-            obstacle = _obstacle_to_hooks()
-            if obstacle is not None:
-                self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
-                return
-            if not alone or thread.current is None:
-                for message in lost_modules(self._modules):
-                    self.warn_once(message)
-            self.replays.forward_begins()
-            self._begin_forward(settings, alone=alone)
-            if followed.role is ROOT and thread.current is not None:
-                thread.current.take_inputs(tensors_in((args, kwargs)))
+            return None
+        if thread.hooks is None and not self._begin_forward(followed, args, kwargs):
+            return None
         call = Call(followed)
         thread.calls.append(call)
         if followed.role is GROUP:
             self._suspend_outer()  # [guard: outer group while an inner one runs]
             self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
+        return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
-    def warn_once(self, message: str) -> None:
-        """Warn, if that was not said before."""
-        if message not in self.warned:
-            self.warned.append(message)
-            warn(f"{message} This is reported once.")
-
-    def _begin_forward(self, settings: PassSettings, *, alone: bool) -> None:
+    def _begin_forward(self, followed: FollowedModule, args: Any, kwargs: Any) -> bool:
+        """Begin a forward of the model, or of a group that is called alone; return whether it is followed."""
         thread = self._thread
-        current = thread.current
+        self._finish()
+        if self.paused or not torch.is_grad_enabled() or tracing():  # [guard: forward that is traced]
+            return False
+        root = self._modules[0].ref()
+        if root is None:  # [guard: model that is deleted]
+            self.warn_once(DELETED)
+            return False
+        if self._meet is not None:
+            meet, self._meet = self._meet, None
+            meet()
+        current, alone = thread.current, followed.role is not ROOT
+        # [guard: pass of a loop over the groups -> False]
+        if alone and current is not None and not current.open:
+            thread.current = None
+            self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
+            current = None
+        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
+        if settings.mode is Mode.IDLE:
+            thread.calls.append(Call(followed))
+            thread.idle = True
+            self._running.add(threading.get_ident())  # thread in a forward that is not followed
+            return False
+        obstacle = _obstacle_to_hooks()
+        if obstacle is not None:
+            self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
+            return False
+        self.replays.forward_begins()
+        thread.scoped, thread.settings = settings.mode is Mode.SCOPED, settings
         if not alone or current is None:
-            thread.owned = ModelTensors(self._modules[0].module, thread.owned)
-            order = ExecutionOrder(settings.order)
-            owned, scoped = GroupTensors(None, thread.owned), settings.mode is Mode.SCOPED
-            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=scoped)
+            for message in lost_modules(self._modules):
+                self.warn_once(message)
+            thread.owned = ModelTensors(root, thread.owned)
+            order, owned = ExecutionOrder(settings.order), GroupTensors(None, thread.owned)
+            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=thread.scoped)
             if settings.begun is not None:
                 settings.begun(current)
             thread.current, self._latest = current, ref(current)
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
-        thread.scoped, thread.settings = settings.mode is Mode.SCOPED, settings
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         if not thread.scoped:
             thread.hooks.install()  # [guard: saved-tensor hooks]
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
+        if not alone:
+            current.take_inputs(tensors_in((args, kwargs)))
+        return True
+
+    def _replay(self, call: Call, layer: Layer, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """Begin to replay the call of a group; return what calls it if backward runs it again as a whole."""
+        thread, followed = self._thread, call.followed
+        policy = thread.settings.recompute.get(followed.group)
+        if policy is None or call.part or not torch.is_grad_enabled():
+            return None
+        assert thread.current is not None
+        packer = Packer()
+        packer.take_for(thread.current, layer)
+        begun = self.replays.begin(followed, policy, packer, args, kwargs, thread.settings.take_times)
+        if begun is None:
+            return None
+        layer.recomputed = policy
+        if not isinstance(begun, Begun):
+            return begun
+        call.replay = begun
+        thread.packer.take_aside(begun.call.pack)
+        return None
+
+    def warn_once(self, message: str) -> None:
+        """Warn, if that was not said before."""
+        if message not in self.warned:
+            self.warned.append(message)
+            warn(f"{message} This is reported once.")
 
     def _start_group(self, call: Call, inputs: Iterable[torch.Tensor]) -> None:
         thread, followed = self._thread, call.followed
