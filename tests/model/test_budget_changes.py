@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,43 +33,82 @@ def make(budget: int, link: float = 1e6, **options):
     return device, model, offload(model, device, memory_budget=budget, **options)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("budget", [60 * MIB, 30 * MIB])
-def test_a_pass_with_larger_inputs(budget, number):
-    device, model, handle = make(budget)
-    for n in range(1, 20):
-        assert peak(model, device, 8 if n == number else 4) <= budget
-    assert not handle.settling
+class Case(NamedTuple):
+    """Passes that differ: the elements of the input and the MiB that are allocated beside it, by pass from 1 on."""
+
+    budget: int  # MiB
+    passes: int
+    elements: Callable[[int], int] = lambda n: 4
+    beside: Callable[[int], int] = lambda n: 0
+    link: float = 1e6
+    recompute: str | bool = "auto"
+    seconds: float | None = None  # of a pass with the inputs of the last, in the end; 0.0 for those of the plan
+    least: int = 0  # MiB: the plan takes more
+    final: int | None = None  # the pass after which the plan is final; by default the last
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    for budget in (60, 30):
+        for at in (1, 2, 3, 4, 5, 9):
+            yield f"larger inputs in pass {at}: {budget}", Case(budget, 19, lambda n, at=at: 8 if n == at else 4)
+    for budget in (60, 44):
+        for at in (1, 2, 3, 4, 5, 8):  # as with gradient accumulation, after which the optimizer takes its first step
+            case = Case(budget, 23, beside=lambda n, at=at: 24 * (n >= at))
+            yield f"optimizer states from pass {at} on: {budget}", case
+    for first in (0, 1):
+        for every in (2, 3):
+            beside = lambda n, first=first, every=every: 16 * ((n - 1) % every == first)  # noqa: E731
+            yield f"gradients before passes {first} of {every}", Case(44, 30, beside=beside)
+    for budget, at in ((30, 0), (30, 2), (30, 3), (60, 1)):  # the plan is for the others, and measuring ends
+        case = Case(budget, 25, lambda n, at=at: 1 if n % 5 == at else 4, lambda n: 10, seconds=0.0, least=budget // 2)
+        yield f"short batches in passes {at} of 5: {budget}", case
+    yield (
+        "inputs and memory that are too much together",
+        Case(60, 32, lambda n: 4 if n < 3 else 5, lambda n: 5 * (n > 2), seconds=45.0),
+    )
+    yield (
+        "larger inputs long after more memory came",
+        Case(60, 139, lambda n: 2 if n < 12 or n % 4 else 4, lambda n: 30 * (n >= 20), recompute=False),
+    )
+    # A plan that was tried with smaller inputs, or less memory beside it, is for the others.
+    yield (
+        "a plan that was tried with smaller inputs",
+        Case(20, 20, lambda n: (4, 2, 4, 5, 6, 8)[(n > 2) + max(n - 16, 0)], least=19, final=16),
+    )
+    yield (
+        "a plan that was tried with less memory",
+        Case(30, 26, beside=lambda n: 8 if n < 3 else 15 * (n > 16), final=16),
+    )
+    # The first steps begin anew, and the plan is for these inputs.
+    yield "inputs that stay larger", Case(30, 40, lambda n: 2 if n < 3 else 4, seconds=0.0, least=20)
+    # The measured pass without offloading had no gradients in memory, the one before it did.
+    yield (
+        "optimizer states where gradients went",
+        Case(80, 39, beside=lambda n: 40 if n > 19 else 32 * (n % 2 == 0), link=2e5),
+    )
+
+
+CASES = dict(cases())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_pass_exceeds_the_budget(name):
+    case, kept = CASES[name], None
+    device, model, handle = make(case.budget * MIB, case.link, recompute=case.recompute)
+    for n in range(1, case.passes + 1):
+        if case.beside(n) != case.beside(n - 1) or n == 1:
+            kept = None
+            kept = device.count(torch.zeros(case.beside(n) * MIB // 4))
+        assert peak(model, device, case.elements(n)) <= case.budget * MIB
+        if n == (case.final or case.passes):
+            assert not handle.settling
+            assert case.least * MIB < handle.plan.peak_bytes <= case.budget * MIB
+    if case.seconds is not None:
+        elements = case.elements(case.passes) if case.seconds else 4
+        want = case.seconds or pytest.approx(handle.plan.seconds, rel=0.01)
+        assert seconds(model, device, elements) == want
     handle.remove()
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("budget", [60 * MIB, 44 * MIB])
-def test_optimizer_states_that_arrive_while_passes_are_measured(budget, number):
-    """As with gradient accumulation, after which the first step of the optimizer comes."""
-    device, model, handle = make(budget)
-    for n in range(1, 24):
-        if n == number:
-            states = device.count(torch.zeros(24 * MIB // 4))
-        assert peak(model, device) <= budget
-    assert not handle.settling
-    assert handle.plan.peak_bytes <= budget
-    handle.remove()
-    del states
-
-
-@pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("budget", [44 * MIB])
-def test_gradients_that_are_there_before_some_passes_only(budget, first, every):
-    device, model, handle = make(budget)
-    for n in range(30):
-        more = device.count(torch.zeros(16 * MIB // 4)) if n % every == first else None
-        assert peak(model, device) <= budget
-        del more
-    assert not handle.settling
-    assert handle.plan.peak_bytes <= budget
-    handle.remove()
+    del kept
 
 
 @cache
@@ -92,71 +132,6 @@ def seconds_of_plan(small: frozenset[int]) -> float:
 def test_passes_with_smaller_inputs(numbers):
     """As the last batch of each epoch: what they take counts as if they had the inputs of the others."""
     assert seconds_of_plan(numbers) == pytest.approx(seconds_of_plan(frozenset()), rel=0.02)
-
-
-@pytest.mark.parametrize(("budget", "short"), [(30, 0), (30, 2), (30, 3), (60, 1)])
-def test_batches_that_are_short_now_and_then(budget, short):
-    """The plan is for the others, and measuring ends."""
-    device, model, handle = make(budget * MIB)
-    beside = device.count(torch.zeros(10 * MIB // 4))
-    for n in range(1, 26):
-        assert peak(model, device, 1 if n % 5 == short else 4) <= budget * MIB
-    assert not handle.settling
-    assert handle.plan.peak_bytes > budget * MIB // 2
-    assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
-    handle.remove()
-    del beside
-
-
-def test_inputs_and_memory_that_are_too_much_together():
-    device, model, handle = make(60 * MIB)
-    step(model)
-    step(model)
-    beside = device.count(torch.zeros(5 * MIB // 4))
-    for _ in range(30):
-        assert peak(model, device, 5) <= 60 * MIB
-    assert not handle.settling
-    assert seconds(model, device, 5) == pytest.approx(45.0)
-    handle.remove()
-    del beside
-
-
-def test_larger_inputs_long_after_more_memory_came():
-    device, model, handle = make(60 * MIB, recompute=False)
-    for n in range(1, 140):
-        if n == 20:
-            beside = device.count(torch.zeros(30 * MIB // 4))
-        assert peak(model, device, 2 if n < 12 or n % 4 else 4) <= 60 * MIB
-    handle.remove()
-    del beside
-
-
-def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, TimedModel, Any]:
-    """Measure a model; passes with the plan have other inputs than those before, or less memory beside them."""
-    device, model, handle = make(budget)
-    for n in range(16):
-        more = device.count(torch.zeros(beside // 4)) if n < 2 else None
-        assert peak(model, device, 4 if n < 2 else elements) <= budget
-        del more
-    assert not handle.settling
-    return device, model, handle
-
-
-def test_a_plan_that_was_tried_with_smaller_inputs_is_for_the_others():
-    device, model, handle = planned_apart(20 * MIB, 2, 0)
-    taken = peak(model, device)
-    assert handle.plan.peak_bytes == taken == 20 * MIB
-    for elements in (5, 6, 8):
-        assert peak(model, device, elements) <= 20 * MIB
-    handle.remove()
-
-
-def test_a_plan_that_was_tried_with_less_memory_beside_it_is_for_the_others():
-    device, model, handle = planned_apart(30 * MIB, 4, 8 * MIB)
-    beside = device.count(torch.zeros(15 * MIB // 4))
-    assert max(peak(model, device) for _ in range(10)) <= 30 * MIB
-    handle.remove()
-    del beside
 
 
 @torch.library.custom_op("actoffload_tests::of_rows", mutates_args=())
@@ -203,17 +178,6 @@ def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
         model(torch.zeros(rows if n == 4 else 4, width, requires_grad=True)).sum().backward()
         assert max(device.created.peak, device.highest) <= blocks * size
     assert not handle.settling
-    handle.remove()
-
-
-def test_inputs_that_stay_larger_while_passes_are_measured():
-    """The first steps begin anew, and the plan is for these inputs."""
-    device, model, handle = make(30 * MIB)
-    for n in range(40):
-        assert peak(model, device, 2 if n < 2 else 4) <= 30 * MIB
-    assert not handle.settling
-    assert 20 * MIB < handle.plan.peak_bytes <= 30 * MIB
-    assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
     handle.remove()
 
 
@@ -268,20 +232,6 @@ def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
         step(model, 4 if n < 3 else 2)
     assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
     handle.remove()
-
-
-def test_optimizer_states_that_come_where_gradients_went():
-    """The measured pass without offloading had no gradients in memory, the one before it did."""
-    device, model, handle = make(80 * MIB, 2e5)
-    kept = None
-    for n in range(1, 40):
-        if n == 20:
-            kept = device.count(torch.zeros(40 * MIB // 4))
-        gradients = device.count(torch.zeros(32 * MIB // 4)) if n < 20 and n % 2 == 0 else None
-        assert peak(model, device) <= 80 * MIB
-        del gradients
-    handle.remove()
-    del kept
 
 
 @pytest.mark.parametrize("skipped", [1, 2, 3])
