@@ -168,7 +168,7 @@ def test_without_a_record_and_without_a_holder_the_sentence_says_so():
     groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 2 else 0) for k in range(4)]
     unnamed, unseen = advise(report(*groups, held=(HeldStorage("layers.1", 20 * MIB),)))
     assert_has(unnamed, "6.7 %", "2 groups (layers.0, layers.1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
-    assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, or C++")
+    assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, a library, or C++")
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])

@@ -208,7 +208,7 @@ def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
         ["head", "global `x` of module __main__", "5.0 MiB"],
         ["local variable `y` of f (a.py:3)"],
         ["layers.0 ... 2", "attribute `cache[0]` of layers.0 (Block)", "3.0 MiB"],
-        ["tail", "autograd of another graph, or C++", "1.0 MiB"],
+        ["tail", "autograd of another graph, a library, or C++", "1.0 MiB"],
     ]
     assert merge_held(held)[1] == (("layers.0", "layers.1", "layers.2"), 3 * MIB, held[0].holders)
 

@@ -154,6 +154,25 @@ def test_the_variables_of_a_program_that_runs_are_globals(more, name):
     assert namespace["lines"] == (f"global `x` of module {name}",)
 
 
+class Slots:
+    __slots__ = ("x",)
+
+    def use(self) -> None:
+        """Refer to the object, as a bound method does."""
+
+
+@pytest.mark.parametrize("refer", [lambda box: box, lambda box: box.use, lambda box: iter([box]), lambda box: {box}])
+def test_an_object_that_tells_no_names(kept, refer):
+    box = Slots()
+    box.x = make()
+    kept["refers"] = refer(box)
+    where = address(box.x)
+    del box
+    (line,) = find_holders(where)
+    assert line.startswith("global `kept['refers']")
+    assert line.endswith("[…]` of module program")
+
+
 def test_closures():
     def outer():
         seen = make()
@@ -179,23 +198,6 @@ def test_a_traceback_that_was_kept():
         caught = error
     (line,) = find_holders(caught.args[0])
     assert line == (f"local variable `big` of fail ({FILE}:{fail.__code__.co_firstlineno + 2}), kept by a traceback")
-
-
-def test_what_an_autograd_function_put_on_its_context():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.mine = make()
-            Twice.address = address(ctx.mine)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    y = Twice.apply(torch.ones(3, requires_grad=True))
-    assert find_holders(Twice.address) == ("attribute `mine` of ctx of the autograd function Twice",)
-    del y
 
 
 def test_classes_gradients_and_storages():

@@ -193,7 +193,7 @@ def _not_freed(report: Report) -> Iterator[Advice]:
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
-        return "something that Python does not see: autograd of another graph, or C++"
+        return "something that Python does not see: autograd of another graph, a library, or C++"
     words = " and ".join(map(str, holders))
     if not {holder.kind for holder in holders} <= {"input", "output"}:
         return words + (", and the same in the other groups" if groups > 1 else "")

@@ -398,7 +398,7 @@ def _held_table(report: Report) -> Table:
     merged = merge_held(report.held)
     rows: list[tuple[str, ...]] = []
     for groups, nbytes, holders in merged[:MOST_HELD]:
-        lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
+        lines = tuple(map(str, holders)) or ("autograd of another graph, a library, or C++",)
         rows.append((fold_names(groups), lines[0], size_or_dash(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""

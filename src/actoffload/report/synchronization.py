@@ -122,11 +122,15 @@ def _locate(frame: FrameType | None, caller: int) -> Synchronization:
 def _program(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the program."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith(_FOLDERS) or any(part in file for part in _PARTS)):
+        if not is_library(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return frame
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file is none of the program: of torch, this package, the standard library, an installed one."""
+    return file.startswith(_FOLDERS) or any(part in file for part in _PARTS)
 
 
 def _times(count: int) -> str:
