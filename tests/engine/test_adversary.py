@@ -26,7 +26,7 @@ from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 ORDERS = 2
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
-SEEDS = 3
+SEEDS = 4
 
 # Sorts of programs: number of examples, and how they are drawn.
 SORTS: dict[str, tuple[int, SearchStrategy[Program]]] = {
