@@ -76,7 +76,7 @@ print("Not freed because of", *report.held[0].holders)
 print(report)
 
 # %%
-# R is the freed part of the bytes that should be freed. The column "not freed" shows the blocks where it was not, and
+# "freed" is the part of the bytes that should be freed. The column "not freed" shows the blocks where it was not, and
 # the table at the end the reference: the dictionary, by its name in this script.
 #
 # The fix
@@ -96,7 +96,7 @@ for hook in hooks:
 hooks = log_with(log_size)
 with handle.recording():
     train_step()
-print(f"R is now {100 * handle.report().r:.1f} %.")
+print(f"Freed is now {100 * handle.report().r:.1f} %.")
 
 # %%
 # Side by side
