@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from actoffload.planner import GroupPlan, Variant, choose
+from actoffload.planner.search import Knobs, Ranks
 from actoffload.schedule import LayerCost, Link, Saved
+from actoffload.schedule.simulate import model_order, model_stages
 
-__all__ = ["choose_plain", "groups", "links", "names_of", "steps"]
+__all__ = ["choose_plain", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
 
 eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(0, 12).map(lambda k: k / 4)
@@ -56,3 +58,13 @@ def names_of(costs: Sequence[LayerCost]) -> list[str]:
 def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> GroupPlan:
     """Return the plan of groups that cannot be recomputed."""
     return choose(names_of(costs), [(Variant(cost),) for cost in costs], link, **given)
+
+
+def model_ranks(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Ranks:
+    """Return a model, of which some groups or all may be offloaded, as the planner runs it."""
+    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs(stages=among), model=True)
+
+
+def leanest(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> int:
+    """Return the smallest peak of all plans."""
+    return model_ranks(costs, link, among).choices[0].leanest()

@@ -7,9 +7,10 @@ from itertools import product
 from math import inf
 
 import pytest
+from planning import model_ranks
 
 from actoffload.planner import Variant, choose
-from actoffload.planner.placement import Profile, place
+from actoffload.planner.placement import place
 from actoffload.schedule import LayerCost, Link
 
 MIB = 2**20
@@ -40,11 +41,12 @@ def model() -> list[tuple[Variant, ...]]:
 def best_of_all(of: list[tuple[Variant, ...]], limit: float) -> float:
     seconds = inf
     for variants in product(*(range(len(group)) for group in of)):
-        profile = Profile.of([group[k].cost for group, k in zip(of, variants, strict=True)], LINK)
+        ranks = model_ranks([group[k].cost for group, k in zip(of, variants, strict=True)], LINK)
+        profile = ranks.choices[0].profile
         for offloaded in product((False, True), repeat=GROUPS - 1):
-            placement = place(profile, [k for k in profile.movable if offloaded[k]], limit)
+            placement = place(profile, [k for k in range(GROUPS - 1) if offloaded[k]], (), limit)
             if placement.peak_bytes <= limit:
-                seconds = min(seconds, placement.seconds)
+                seconds = min(seconds, ranks.alone(0, placement, seconds))
     return seconds
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from actoffload._text import size
 from actoffload.planner import Variant, plan_pipeline
-from actoffload.planner.pipeline_placement import RankProfile, place_rank
-from actoffload.planner.pipeline_search import Knobs, RankChoices
+from actoffload.planner.placement import place
+from actoffload.planner.search import Knobs, Ranks
 from actoffload.schedule import (
     Chunk,
     Computation,
@@ -57,12 +57,10 @@ def test_moments_by_hand() -> None:
     group = LayerCost(0.5, 1.0, (Saved(100),))
     (order,) = gpipe(1, 2)
     link = Link(400, 400)
-    pipeline = Pipeline([order], [StageCost((group,) * 2)], link)
-    (rank,) = pipeline.run([{}], record=True)
-    profile = RankProfile.of(order, rank, pipeline.times, link)
+    profile = Ranks([order], [StageCost((group,) * 2)], link, {}, Knobs()).choices[0].profile
     assert profile.needs == [100, 200, 200, 300, 400, 400, 400, 300, 200, 200, 100, 0]
     assert profile.when == [0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 5, 6]
-    placement = place_rank(profile, range(4), margin=0.0)
+    placement = place(profile, range(4), margin=0.0)
     assert placement.transfers() == {
         # Saved at 0.5 and copied by 0.75; needed at 3, so it is reloaded at 2.
         Chunk(0, 0, 0): Transfer(Moment(0, 2), Moment(2, 0)),
@@ -78,16 +76,14 @@ def test_a_limit_releases_earlier_and_reloads_later() -> None:
     group = LayerCost(1.0, 2.0, (Saved(100),))
     (order,) = gpipe(1, 3)
     link = Link(50, 50)  # 2 seconds for each
-    pipeline = Pipeline([order], [StageCost((group,))], link)
-    (rank,) = pipeline.run([{}], record=True)
-    profile = RankProfile.of(order, rank, pipeline.times, link)
-    assert place_rank(profile, [0, 1, 2]).peak_bytes == 300
-    forced = place_rank(profile, [0, 1, 2], limit=200)
+    profile = Ranks([order], [StageCost((group,))], link, {}, Knobs()).choices[0].profile
+    assert place(profile, [0, 1, 2]).peak_bytes == 300
+    forced = place(profile, [0, 1, 2], limit=200)
     plan = PipelinePlan(0, order, {0: ("group",)}, forced.transfers())
     (rank,) = simulate_pipeline([order], [StageCost((group,))], link, [plan]).ranks
     assert (forced.peak_bytes, rank.peak_bytes) == (200, 200)
     assert rank.stall_seconds > 0
-    assert place_rank(profile, [0, 1, 2], limit=0).peak_bytes == 100
+    assert place(profile, [0, 1, 2], limit=0).peak_bytes == 100
 
 
 @given(st.data())
@@ -96,13 +92,14 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
     orders, count, split = data.draw(pipeline_cases.schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
     link = Link(64.0, 64.0, both=data.draw(st.sampled_from([None, 100.0])))
-    pipeline = Pipeline(orders, stages, link)
-    for number, (order, rank) in enumerate(zip(orders, pipeline.run([{}] * len(orders), record=True), strict=True)):
-        profile = RankProfile.of(order, rank, pipeline.times, link)
+    pipeline, ranks = Pipeline(orders, stages, link), Ranks(orders, stages, link, {}, Knobs())
+    without = pipeline.run([{}] * len(orders))
+    for number, (order, rank) in enumerate(zip(orders, without, strict=True)):
+        profile = ranks.choices[number].profile
         assert profile.peak_bytes == rank.peak
-        chosen = [k for k in range(len(profile.candidates)) if data.draw(st.booleans())]
+        chosen = [k for k in range(len(profile.spots.all)) if data.draw(st.booleans())]
         limit = data.draw(st.sampled_from([float("inf"), profile.peak_bytes // 2, 0]))
-        placement = place_rank(profile, chosen, chosen if data.draw(st.booleans()) else (), limit)
+        placement = place(profile, chosen, chosen if data.draw(st.booleans()) else (), limit)
         mine = sorted({step.stage for step in order})
         plan = PipelinePlan(
             number,
@@ -302,6 +299,4 @@ def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
     assert plans[1].transfers == {}
-    (rank,) = Pipeline([()], [], Link(1.0, 1.0)).run([{}], record=True)
-    choices = RankChoices(RankProfile.of((), rank, [], Link(1.0, 1.0)), 0, Knobs(), 0.05)
-    assert choices.free.peak_bytes == 0
+    assert Ranks([()], [], Link(1.0, 1.0), {}, Knobs()).choices[0].free.peak_bytes == 0

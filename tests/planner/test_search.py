@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import choose_plain, links, steps
+from planning import choose_plain, leanest, links, steps
 
-from actoffload.planner.placement import Profile
 from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
 
 
@@ -19,21 +18,23 @@ from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, L
 @given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
 def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
     among = data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8))))
-    leanest = min(Profile.of(costs, link, among).leanest)
-    limit = data.draw(st.integers(0, 2 * leanest))
+    smallest = leanest(costs, link, among)
+    limit = data.draw(st.integers(0, 2 * smallest))
     plan = choose_plain(costs, link, limit=limit, host_seconds=host_seconds, among=among)
     assert among is None or among >= set(plan.offloaded)
     result = simulate(plan.plan, costs, link, host_seconds=host_seconds)
     assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
-    assert plan.peak_bytes <= max(limit, leanest)
-    assert ("No plan is within the limit" in plan.because) == (limit < leanest)
+    assert plan.peak_bytes <= max(limit, smallest)
+    assert ("No plan is within the limit" in plan.because) == (limit < smallest)
 
 
 @settings(max_examples=100)
 @given(st.data(), steps(), links)
 def test_a_larger_limit_is_never_slower(data, costs, link):
-    leanest = min(Profile.of(costs, link).leanest)
-    small, large = sorted((data.draw(st.integers(leanest, 3 * leanest)), data.draw(st.integers(leanest, 3 * leanest))))
+    smallest = leanest(costs, link)
+    small, large = sorted(
+        (data.draw(st.integers(smallest, 3 * smallest)), data.draw(st.integers(smallest, 3 * smallest)))
+    )
     plans = [choose_plain(costs, link, limit=limit) for limit in (small, large, None)]
     for before, after in pairwise(plans):
         assert after.seconds <= before.seconds * 1.002 + 1e-9

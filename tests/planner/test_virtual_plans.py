@@ -8,10 +8,9 @@ import pytest
 from helpers import min_elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import choose_plain, links
+from planning import choose_plain, leanest, links
 from virtual_time import agree, costs, execute, seconds
 
-from actoffload.planner.placement import Profile
 from actoffload.schedule import LayerCost, simulate
 
 
@@ -41,8 +40,8 @@ def test_plans_take_what_was_predicted(data, link):
     each[0] = replace(each[0], gap_forward=0.0)  # a recording begins with the first group
     # Recorded spans have no gaps between backwards, so only that behind the last forward is compared.
     each[-1] = replace(each[-1], gap_backward=data.draw(seconds))
-    leanest = min(Profile.of(each, link).leanest)
-    limit = data.draw(st.one_of(st.none(), st.integers(leanest, 2 * leanest)))
+    smallest = leanest(each, link)
+    limit = data.draw(st.one_of(st.none(), st.integers(smallest, 2 * smallest)))
     plan = choose_plain(each, link, limit=limit)
     want = simulate(plan.plan, each, link)
     got = execute(plan.plan, each, link)

@@ -1,305 +1,368 @@
-"""Place releases and reloads: the plan that offloads given groups within a limit, with its time and its peak."""
+"""Place releases and reloads on a rank: when chunks that are to be offloaded are freed and reloaded."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ..schedule.costs import LayerCost, Link, backward_starts, copies_back, copies_out
-from ..schedule.plan import Action, Do, Event, Plan, When
+from ..schedule.costs import Link
+from ..schedule.pipeline import Chunk, Computation, Moment, Step, Transfer, used_in
+from ..schedule.pipeline_plan import Actions, Call, actions_at
+from ..schedule.run import RankRun
+from ..schedule.stage_times import GroupTimes, StageTimes
 
-__all__ = ["Alone", "Placement", "Profile", "place"]
+__all__ = ["Placement", "Profile", "Spot", "Spots", "place"]
 
-RELOAD_MARGIN = 0.05
-"""Part of the time of a copy by which it is planned to be done earlier than needed."""
-
-EARLY = 0.02
-"""Part of the backward, at most one group of it, by which every reload is planned earlier than needed."""
+PHASES = 0, 2, 1, 3
+"""Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""
 
 
-class Alone(NamedTuple):
-    """What a profile needs of one group, whatever the others are; names as in `Profile`."""
+class Spot(NamedTuple):
+    """Where a chunk is saved and used; moments are numbered over all steps of the rank."""
 
-    nbytes: int
-    resident: int
-    copy_out: float
-    out_after: float
-    copy_back: float
-    back_ahead: float
-    in_forward: int  # without the gap before it
-    in_backward: int
+    chunk: Chunk
+    saved: int  # where its forward starts
+    use: int  # where a backward first comes to it
+    last: int  # where the weight backward starts, or the same
+    trimmed: int  # where the input backward ends
+    gone: int  # where the last backward ends
+
+    @property
+    def split(self) -> bool:
+        """Whether two backwards use it."""
+        return self.last != self.use
+
+
+@dataclass(frozen=True)
+class Spots:
+    """The moments of a rank, and all chunks that can be offloaded, whatever its groups cost."""
+
+    moments: list[Moment]  # all, in order
+    allowed: list[bool]  # whether something can be done then
+    runs: list[int]  # number of groups that are computed before
+    all: list[Spot]  # in order of saving
+    kinds: list[list[int]]  # positions in `all`, for each group of each stage
+    last_forward: int  # the moment at which the last forward starts
 
     @staticmethod
-    def of(cost: LayerCost, link: Link) -> Alone:
-        """Return the numbers of a group with some cost."""
-        nbytes = cost.nbytes
-        resident = nbytes + cost.kept_bytes
-        forward_start, forward_end, backward_start, backward_end = cost.other_bytes
-        return Alone(
-            nbytes,
-            resident,
-            *copies_out(cost, link),
-            *copies_back(cost, link),
-            max(forward_start, resident + forward_end) + cost.forward_temporary,
-            max(resident + backward_start, backward_end) + cost.backward_temporary,
-        )
+    def of(order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> Spots:
+        """Return the moments of an order, given the number of groups of each stage, and whether it has splits."""
+        moments, allowed, runs, first = list[Moment](), list[bool](), list[int](), list[int]()
+        for number, (stage, computation, _) in enumerate(order):
+            count = counts[stage]
+            first.append(len(moments))
+            moments += [Moment(number, position) for position in range(count + 1)]
+            whole = computation is Computation.BACKWARD_WEIGHT and splits[stage]
+            allowed += [not whole or position in (0, count) for position in range(count + 1)]
+            each = computation is not Computation.BACKWARD_INPUT or splits[stage]
+            before = runs[-1] if runs else 0
+            runs += [before + each * position for position in range(count + 1)]
+        found = []
+        for (stage, microbatch), (forward, input_, last) in used_in(order, splits).items():
+            count = counts[stage]
+            for group in range(count):
+                saved, use = first[forward] + group, first[input_] + count - 1 - group
+                weight = first[last] if input_ != last else use
+                ends = first[input_] + count, first[last] + count
+                found.append(Spot(Chunk(stage, microbatch, group), saved, use, weight, *ends))
+        # The backward of others comes first: what is used at once stays.
+        found = sorted((spot for spot in found if runs[spot.saved + 1] < runs[spot.use]), key=lambda spot: spot.saved)
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for k, spot in enumerate(found):
+            kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
+        forwards = [k for k, step in enumerate(order) if step.computation is Computation.FORWARD]
+        last_forward = first[forwards[-1]] if forwards else 0
+        return Spots(moments, allowed, runs, found, [kinds[key] for key in sorted(kinds)], last_forward)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of all groups, for plans in which copies of a group are released, and reloaded, all at once.
+    """One rank, as it runs without offloading; lists have an entry for each moment, or for each of the spots."""
 
-    Then a group needs only these numbers, and what they give equals what `simulate` gives, but for rounding, for the
-    host's delays inside a group, and for bandwidth that both directions share.  Lists have one entry for each group.
-    """
-
-    costs: Sequence[LayerCost]
-    nbytes: Sequence[int]
-    resident: Sequence[int]  # bytes on the device between forward and backward, also those that cannot be offloaded
-    movable: Sequence[int]  # groups that can be offloaded
-    copy_out: Sequence[float]  # seconds of the copies to the host
-    out_after: Sequence[float]  # seconds from the start of forward until the copies are done, if the queue is free
-    copy_back: Sequence[float]
-    back_ahead: Sequence[float]  # seconds by which the copies must start before backward does, without a stall
-    in_forward: Sequence[int]  # bytes needed on top of the resident ones, in the gap and in the forward
-    before_backward: Sequence[int]  # in the gap
-    in_backward: Sequence[int]  # on top of the resident bytes of the other groups
-    before: Sequence[int]  # bytes of all earlier groups; one entry more
-    until: Sequence[int]  # bytes needed from the gap to the end of a backward, if all earlier groups are resident
-    starts: Sequence[float]  # when backward of a group starts if nothing is offloaded
-    early: float  # seconds by which a reload is begun before it has to be
+    spots: Spots
+    when: list[float]  # seconds at which the moments come
+    needs: list[int]  # bytes on the device from each moment to the next, at most
+    times: list[GroupTimes]
+    start: list[float]  # seconds when its forward starts
+    ahead: list[float]  # seconds by which its copies must start before it is used
+    link: Link
 
     @staticmethod
-    def of(
-        costs: Sequence[LayerCost],
-        link: Link,
-        among: Collection[int] | None = None,
-        known: Mapping[int, Alone] | None = None,
-        host_limit: int | None = None,
-    ) -> Profile:
-        """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded.
-
-        `known` has what is known of each, by the identity of its cost.  Only the first groups that save no more than
-        `host_limit` bytes together may be offloaded, and smaller ones behind them.
-        """
-        found = [Alone.of(cost, link) if known is None else known[id(cost)] for cost in costs]
-        nbytes, resident, copy_out, out_after, copy_back, back_ahead, forward, in_backward = zip(*found, strict=True)
-        movable, left = list[int](), inf if host_limit is None else host_limit
-        for k in range(len(costs) - 1):
-            if 0 < nbytes[k] <= left and (among is None or k in among):
-                movable.append(k)
-                left -= nbytes[k]
-        other = [cost.other_bytes for cost in costs]
-        ahead = [other[0][0], *(levels[1] for levels in other[:-1])]  # where the gap before a forward begins
-        behind = [*(levels[3] for levels in other[1:]), other[-1][1]]  # where the gap before a backward begins
-        in_forward = [
-            max(max(border, levels[0]) + cost.gap_forward_temporary, need)
-            for border, levels, cost, need in zip(ahead, other, costs, forward, strict=True)
+    def of(spots: Spots, rank: RankRun, times: Sequence[StageTimes], link: Link) -> Profile:
+        """Return the profile of a rank as it was run without offloading, with its moments noted."""
+        when = list(accumulate(rank.when, max))
+        groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
+        start = [when[spot.saved] for spot in spots.all]
+        ahead = [
+            group.input_ahead if spot.last != spot.use else group.back_ahead
+            for group, spot in zip(groups, spots.all, strict=True)
         ]
-        before_backward = [
-            max(border, levels[2]) + cost.gap_backward_temporary
-            for border, levels, cost in zip(behind, other, costs, strict=True)
+        return Profile(spots, when, rank.needs, groups, start, ahead, link)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes on the device without offloading."""
+        return max(self.needs, default=0)
+
+    def idle(self) -> list[tuple[float, list[int]]]:
+        """Return the spots of each group of each stage, those first that are idle longest, with the seconds."""
+        found = []
+        for number, members in enumerate(self.spots.kinds):
+            if self.times[members[0]].nbytes:
+                seconds = sorted(
+                    self.when[self.spots.all[k].use] - self.start[k] - self.times[k].out_after - self.ahead[k]
+                    for k in members
+                )
+                found.append((-seconds[len(seconds) // 2], number, members))
+        return [(-less, members) for less, _, members in sorted(found)]
+
+    def parts(self, kinds: Iterable[list[int]]) -> list[list[int]]:
+        """Return the spots of some kinds in parts with a fourth of the microbatches each."""
+        spots = self.spots.all
+        found = [
+            [k for k in kind if spots[k].chunk.microbatch % len(PHASES) == phase] for kind in kinds for phase in PHASES
         ]
-        before = (0, *accumulate(resident))
-        starts, begin, end = backward_starts(costs)
-        until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
-        return Profile(
-            costs=costs,
-            nbytes=nbytes,
-            resident=resident,
-            movable=movable,
-            copy_out=copy_out,
-            out_after=out_after,
-            copy_back=copy_back,
-            back_ahead=back_ahead,
-            in_forward=in_forward,
-            before_backward=before_backward,
-            in_backward=in_backward,
-            before=before,
-            until=until,
-            starts=starts,
-            early=EARLY * (end - begin),
-        )
+        return [part for part in found if part]
 
-    def latest_reloads(self, offloaded: Iterable[int]) -> dict[int, int]:
-        """Return the group at whose BACKWARD_START each offloaded group is reloaded at the latest without a stall."""
-        costs, last = self.costs, len(self.costs) - 1
-        latest, free, event = dict[int, int](), float("inf"), 1
-        for k in sorted(offloaded):
-            margin = min(self.early, costs[k].backward) + RELOAD_MARGIN * self.copy_back[k]
-            free = min(self.starts[k] - self.back_ahead[k] - margin, free - (1 + RELOAD_MARGIN) * self.copy_back[k])
-            event = max(event, k + 1)
-            while event < last and self.starts[event] > free:
-                event += 1
-            latest[k] = event
-        return latest
-
-    @cached_property
-    def leanest(self) -> list[int]:
-        """Smallest possible peak by the number of `movable` groups that are offloaded, from 0 to all.
-
-        These plans release each group after its forward and reload it before its backward.
-        """
-        before, count = self.before, len(self.costs)
-        may = set(self.movable)
-        stays = [self.resident[k] - (self.nbytes[k] if k in may else 0) for k in range(count)]
-        fixed = [0, *accumulate(stays)]
-        need = list(map(max, self.in_forward, self.in_backward))
-        # By group: if all that can be offloaded up to it is, and if nothing before it is.
-        offloaded = [fixed[k] + max(need[k], stays[k] + self.before_backward[k]) for k in range(count)]
-        kept = [before[k] + max(need[k], self.resident[k] + self.before_backward[k]) for k in range(count)]
-        most_offloaded = [0, *accumulate(offloaded, max)]
-        most_kept = list(accumulate(reversed(kept), max))[::-1]
-        firsts = [*self.movable, count - 1]  # the first group that could be offloaded and is not, or the last one
-        return [max(most_offloaded[k], most_kept[k] - (before[k] - fixed[k])) for k in firsts]
-
-
-RELEASE_MARGIN = 0.05
-"""Part of the time of a copy by which it is expected to be late, so that its release is planned behind that."""
+    def leanest(self, chosen: Iterable[int]) -> int:
+        """Return a bound of the smallest peak that a placement of chosen spots has."""
+        change = [0] * (len(self.needs) + 1)
+        for k in chosen:
+            spot, times = self.spots.all[k], self.times[k]
+            change[spot.saved + 1] -= times.nbytes
+            change[spot.use] += times.nbytes
+            if spot.last != spot.use:
+                change[spot.trimmed] -= times.nbytes
+                change[spot.last] += times.again_bytes
+                change[spot.gone] += times.nbytes - times.again_bytes
+        return max([need + less for need, less in zip(self.needs, accumulate(change), strict=False)], default=0)
 
 
 @dataclass(slots=True)
 class Placement:
-    """Where groups are released and reloaded, and what that costs."""
+    """Where chunks are released and reloaded, and the memory that this needs."""
 
-    groups: int  # number
-    seconds: float = 0.0  # of the step; infinite if it exceeds what was allowed
-    peak_bytes: int = 0  # of device memory; not complete if `seconds` is infinite
-    # Of each offloaded group, the group at whose FORWARD_END it is released; ``~k`` for the BACKWARD_START of ``k``.
-    released: dict[int, int] = field(default_factory=dict)
-    reloaded: dict[int, int] = field(default_factory=dict)  # and the group at whose BACKWARD_START it is reloaded
+    profile: Profile
+    needs: list[int]  # bytes on the device from each moment to the next, at most
+    # Of each offloaded spot the numbers of the moments of its release, its reload, and its second reload or -1.
+    placed: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
-    def plan(self) -> Plan:
-        """Return the plan."""
-        return Plan.of(self.groups, self._calls())
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes on the device."""
+        return max(self.needs, default=0)
 
-    def _calls(self) -> Iterator[tuple[Event, Action]]:
-        for k, at in self.released.items():
-            when = Event(When.FORWARD_END, at) if at >= 0 else Event(When.BACKWARD_START, ~at)
-            yield Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)
-            yield when, Action(Do.RELEASE, k)
-        for k, at in self.reloaded.items():
-            yield Event(When.BACKWARD_START, at), Action(Do.RELOAD, k)
+    def transfers(self) -> dict[Chunk, Transfer]:
+        """Return what a plan needs."""
+        moments, spots = self.profile.spots.moments, self.profile.spots.all
+        return {
+            spots[k].chunk: Transfer(moments[release], moments[reload], moments[again] if again >= 0 else None)
+            for k, (release, reload, again) in sorted(self.placed.items())
+        }
+
+    def actions(self) -> Actions:
+        """Return what is done at each moment, as the plan with these `transfers` has it."""
+        moments, calls = self.profile.spots.moments, list[Call]()
+        for k, (release, reload, again) in self.placed.items():
+            spot = self.profile.spots.all[k]
+            use, chunk = moments[spot.use], spot.chunk
+            calls += (
+                (moments[spot.saved], 2, use, chunk),
+                (moments[release], 0, use, chunk),
+                (moments[reload], 1, use, chunk),
+            )
+            if again >= 0:
+                calls += (moments[spot.trimmed], 0, use, chunk), (moments[again], 1, moments[spot.last], chunk)
+        return actions_at(calls)
+
+    def add(self, nbytes: int, start: int, stop: int) -> None:
+        """Count bytes from one moment to another."""
+        self.needs[start:stop] = [need + nbytes for need in self.needs[start:stop]]
+
+    def remove(self, k: int) -> None:
+        """Keep a chunk on the device after all."""
+        spot, times = self.profile.spots.all[k], self.profile.times[k]
+        release, reload, _ = self.placed.pop(k)
+        self.add(times.nbytes, release, reload)
+        if spot.split:
+            self.add(times.nbytes - times.again_bytes, spot.trimmed, spot.gone)
 
 
 def place(
     profile: Profile,
-    offloaded: Collection[int],
+    chosen: Collection[int],
+    again: Collection[int] = (),
     limit: float = inf,
     *,
-    host_seconds: float = 0.0,
-    allowed: float = inf,
+    margin: float = 0.05,
+    early: float = 0.0,
+    max_inflight: int | None = None,
 ) -> Placement:
-    """Return where to release and reload the groups that are offloaded.
+    """Return where to release and reload chosen chunks.
 
-    A group is released at the first FORWARD_END where its copy is done, and earlier where memory would exceed the
-    limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  The last of the
-    groups are kept if there is no time to copy them and no need.  The peak may exceed the limit if no placement of
-    these groups fits.  `host_seconds` is as in `simulate`; the step may take `allowed` seconds.
+    A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would exceed
+    the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
+    only be reloaded at once is kept.  The peak may exceed the limit if no placement of these chunks fits.
+
+    Parameters
+    ----------
+    profile : Profile
+        The rank.
+    chosen, again : collection of int
+        Positions of the spots to offload, and of those of them that are freed between their two backwards.
+    limit : float
+        Bytes of device memory.
+    margin : float
+        Part of the time of each copy by which it is expected to be late.
+    early : float
+        Seconds, at most those of one backward of the group, by which each reload is done earlier than needed.
+    max_inflight : int, optional
+        Largest number of chunks that are copied to the host at a time; a chunk whose forward starts then is kept.
     """
-    run = _Run(profile, frozenset(offloaded), limit, host_seconds, Placement(len(profile.costs)))
-    for k in range(len(profile.costs)):
-        run.forward(k)
-        if run.compute > allowed:
-            break
-    else:
-        run.backward(allowed)
-    run.placement.seconds = run.compute if run.compute <= allowed else inf
+    run = _Run(profile, margin, early, limit, Placement(profile, []))
+    latest = run.latest_reloads(chosen, again)
+    releases = run.releases(sorted(chosen), latest, max_inflight)
+    if limit < inf:
+        run.force(releases)
+    run.finish(releases, latest)
     return run.placement
 
 
 @dataclass(slots=True)
 class _Run:
-    """The clocks and the resident bytes in one step."""
+    """One call of `place`: its methods are called in their order."""
 
     profile: Profile
-    offloaded: frozenset[int]
+    margin: float
+    early: float
     limit: float
-    host_seconds: float
     placement: Placement
-    compute: float = 0.0
-    host: float = 0.0
-    d2h: float = 0.0
-    h2d: float = 0.0
-    resident: int = 0
-    latest: dict[int, int] = field(init=False)  # events of the reloads
-    unreleased: deque[tuple[int, float]] = field(default_factory=deque)  # and when the copies are done
+    first_reload: float = inf  # seconds at which it has to start
 
-    def __post_init__(self) -> None:
-        self.latest = self.profile.latest_reloads(self.offloaded)
+    def latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
+        """Return the last moment at which the first and the second reload of each chunk can start without a stall."""
+        profile, margin, free = self.profile, self.margin, inf
+        when, spots = profile.when, profile.spots.all
+        calls = [(spots[k].use, k, False) for k in chosen]
+        calls += [(spots[k].last, k, True) for k in again if spots[k].split]
+        latest, forwards = {}, when[profile.spots.last_forward] if when else 0.0
+        for use, k, second in sorted(calls, reverse=True):
+            times = profile.times[k]
+            seconds, ahead = (times.again, times.again) if second else (times.back, profile.ahead[k])
+            if when[use] <= forwards:
+                slow = self._slow()
+                seconds, ahead = seconds * slow, ahead + seconds * (slow - 1)
+            room = margin * seconds + min(self.early, times.cost.backward)
+            free = min(when[use] - ahead - room, free - (1 + margin) * seconds)
+            m = min(bisect_right(when, free) - 1, use)
+            latest[k, second] = self._before(m) if m >= 0 else -1
+            self.first_reload = min(self.first_reload, free)
+        return latest
 
-    def _need(self, nbytes: int) -> None:
-        if self.resident + nbytes > self.placement.peak_bytes:
-            self.placement.peak_bytes = self.resident + nbytes
+    def _slow(self) -> float:
+        """Return how many times longer copies take while both directions are busy."""
+        link = self.profile.link
+        both = link.d2h + link.h2d
+        return max(both / link.both, 1.0) if link.both is not None and both < inf else 1.0
 
-    def forward(self, k: int) -> None:
-        profile, cost = self.profile, self.profile.costs[k]
-        self._need(profile.in_forward[k])
-        start = self.compute + cost.gap_forward
-        self.host += cost.host_forward
-        self.resident += profile.resident[k]
-        if k in self.offloaded:
-            self.host += self.host_seconds * len(cost.saved)
-            done = max(self.d2h + profile.copy_out[k], start + profile.out_after[k])
-            self.d2h = done
-            self.unreleased.append((k, done))
-        self.compute = max(start + cost.forward, self.host)
-        last = k + 1 == len(profile.costs)
-        self._release(k, profile.before_backward[k] if last else profile.in_forward[k + 1])
+    def _before(self, m: int) -> int:
+        while not self.profile.spots.allowed[m]:
+            m -= 1
+        return m
 
-    def _release(self, at: int, need: int) -> None:
-        """Release groups at an event: what is copied, and as many as the bytes need that come next."""
-        while self.unreleased:
-            k, done = self.unreleased[0]
-            late = done + RELEASE_MARGIN * self.profile.copy_out[k]
-            reload_due = at < 0 and self.latest[k] >= ~at
-            # [guard: planned release]
-            if k == ~at or (self.resident + need <= self.limit and (late > self.compute or reload_due)):
-                break
-            self.unreleased.popleft()
-            self.compute = max(self.compute, done)
-            self.resident -= self.profile.nbytes[k]
-            self.placement.released[k] = at
+    def _behind(self, m: int) -> int:
+        while not self.profile.spots.allowed[m]:
+            m += 1
+        return m
 
-    def backward(self, allowed: float) -> None:
-        profile, placement = self.profile, self.placement
-        reloads = deque(sorted(self.offloaded, reverse=True))
-        needs: dict[int, float] = {}  # when backward of a group can start without a stall
-        for k in reversed(range(len(profile.costs))):
-            cost = profile.costs[k]
-            self._need(profile.before_backward[k])
-            self.compute += cost.gap_backward
-            absent = k in placement.released and k not in placement.reloaded
-            need = max(profile.in_backward[k], profile.before_backward[k - 1] if k else 0)
-            self._release(~k, need - profile.resident[k] + (profile.nbytes[k] if absent else 0))
-            while reloads and (reloads[0] == k or self._fits(reloads[0], k)):
-                group = reloads.popleft()
-                if group not in placement.released:  # never short of memory, and no time to copy it: kept
-                    self.unreleased.pop()  # [guard: planned group that is kept]
-                    continue
-                self.h2d = max(self.h2d, self.compute)
-                needs[group] = self.h2d + profile.back_ahead[group]
-                self.h2d += profile.copy_back[group]
-                self.resident += profile.nbytes[group]
-                placement.reloaded[group] = k
-            self.resident -= profile.resident[k]
-            self._need(profile.in_backward[k])
-            self.host += cost.host_backward + (self.host_seconds * len(cost.saved) if k in placement.reloaded else 0.0)
-            self.compute = max(max(self.compute, needs.get(k, 0.0)) + cost.backward, self.host)
-            if self.compute > allowed:
-                return
+    def releases(
+        self, chosen: list[int], latest: dict[tuple[int, bool], int], max_inflight: int | None
+    ) -> dict[int, int]:
+        """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
+        profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
+        when, found, ends = profile.when, dict[int, int](), list[float]()
+        for k in chosen:
+            spot, times, start = profile.spots.all[k], profile.times[k], profile.start[k]
+            ends = [end for end in ends if end > start] if max_inflight is not None else ends
+            if max_inflight is not None and len(ends) >= max_inflight:
+                continue
+            factor = slow if start >= self.first_reload else 1.0
+            done = max(max(queue, start + times.out_ready) + times.out * factor, start + times.out_after)
+            m = bisect_left(when, done + margin * times.out * factor, spot.saved + 1)
+            m = self._behind(m) if m < spot.use else spot.use
+            if self.limit == inf and m >= latest[k, False]:
+                continue  # used too soon
+            found[k], queue = m, done
+            ends.append(done)
+        return found
 
-    def _fits(self, group: int, at: int) -> bool:
-        """Return whether it is time to reload a group, and every backward until its own has enough memory then."""
+    def force(self, releases: dict[int, int]) -> None:
+        """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
+        spots, needs, limit = self.profile.spots.all, self._needs(releases), self.limit
+        waiting = sorted(releases)
+        for m, need in enumerate(needs):
+            need = needs[m]
+            if need <= limit or not self.profile.spots.allowed[m]:  # [guard: planned release]
+                continue
+            for k in waiting:
+                spot, release = spots[k], releases[k]
+                if spot.saved >= m:
+                    break
+                if m < release:
+                    nbytes, stop = self.profile.times[k].nbytes, min(release, spot.use)
+                    needs[m:stop] = [each - nbytes for each in needs[m:stop]]
+                    releases[k] = m
+                    if needs[m] <= limit:
+                        break
+            waiting = [k for k in waiting if releases[k] > m]
+
+    def _needs(self, releases: dict[int, int]) -> list[int]:
+        """Return the bytes from each moment to the next if all reloads are as late as can be."""
         profile = self.profile
-        if at > self.latest[group]:  # [guard: planned reload]
-            return False
-        here = profile.in_backward[at] + profile.before[at]
-        gap = profile.before_backward[group] + profile.before[group + 1]
-        until = max(here, gap, *profile.until[group + 1 : at])
-        return self.resident + profile.nbytes[group] - profile.before[at + 1] + until <= self.limit
+        change = [0] * (len(profile.needs) + 1)
+        for k, release in releases.items():
+            spot, times = profile.spots.all[k], profile.times[k]
+            change[release] -= times.nbytes
+            change[max(spot.use, release)] += times.nbytes
+            if spot.last != spot.use:
+                change[spot.trimmed] -= times.nbytes - times.again_bytes
+                change[spot.gone] += times.nbytes - times.again_bytes
+        return [need + less for need, less in zip(profile.needs, accumulate(change), strict=False)]
+
+    def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> None:
+        """Place the reloads, no later than they must be and no earlier than memory allows."""
+        profile, limit, placed = self.profile, self.limit, self.placement.placed
+        spots = profile.spots.all
+        needs = self.placement.needs = self._needs(releases)
+        before = 0
+        for k in sorted(releases, key=lambda k: spots[k].use):
+            nbytes, use = profile.times[k].nbytes, spots[k].use
+            reload, earliest = use, max(latest[k, False], releases[k], before)
+            if limit == inf:
+                reload = earliest
+            else:
+                while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
+                    reload -= 1
+                reload = self._behind(reload)
+            self.placement.add(nbytes, reload, use)
+            needs, before = self.placement.needs, reload
+            placed[k] = releases[k], reload, -1
+        for k, (release, reload, _) in list(placed.items()):
+            runs, nbytes = profile.spots.runs, profile.times[k].nbytes
+            for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
+            if release == reload or for_nothing:  # [guard: planned group that is kept]
+                self.placement.remove(k)
+            else:
+                self._again(k, latest)
+
+    def _again(self, k: int, latest: dict[tuple[int, bool], int]) -> None:
+        """Free a chunk between its two backwards, if there is time."""
+        spot, m, moments = self.profile.spots.all[k], latest.get((k, True), -1), self.profile.spots.moments
+        if m > spot.trimmed and moments[m].step > moments[spot.trimmed].step:
+            release, reload, _ = self.placement.placed[k]
+            self.placement.placed[k] = release, reload, m
+            self.placement.add(-self.profile.times[k].again_bytes, spot.trimmed, m)

@@ -1,386 +1,375 @@
-"""Search the plan of a model: the fastest within a limit of memory.
+"""Search the ways to run the groups of a rank, and what it offloads: the fastest step within a limit of memory.
 
-Without a limit, or if everything fits, nothing is offloaded and nothing recomputed.  Otherwise groups are recomputed in
-steps, the cheapest bytes first, and for each number of steps as few groups are offloaded as the limit asks for.  The
-step is fastest for some number of steps, which is searched; all groups in one way, as far as whole replay of
-everything, are among the candidates.  Blocks are alike, so which of them come first is tried, too.  At last single
-groups are changed as long as that makes the step shorter.  The few best plans are simulated.
+Groups are recomputed in steps, the cheapest bytes first, and for each number of steps as few groups are offloaded as
+the limit asks for.  The step is fastest for some number of steps, which is searched; all groups in one way, as far as
+whole replay of everything, are among the candidates.  Blocks are alike, so which of them come first is tried, too.  At
+last single groups are changed as long as that makes the step shorter.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from math import inf, isfinite
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
 
-from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
-from .._text import size
 from ..schedule.costs import Link
-from ..schedule.plan import Plan
-from ..schedule.simulate import simulate
-from ..schedule.timeline import Simulation
-from .group_plan import GroupPlan
-from .placement import Alone, Placement, Profile, place
-from .variants import Variant, upgrades
+from ..schedule.pipeline import Computation, StageCost, Step
+from ..schedule.pipeline_plan import Actions
+from ..schedule.run import RankRun
+from ..schedule.simulate import Pipeline
+from ..schedule.stage_times import StageTimes
+from .placement import Placement, Profile, Spots, place
+from .variants import StageVariants, Upgrade, Ways, recomputed, upgrades
 
-__all__ = ["choose", "frontier"]
+__all__ = ["Choices", "Knobs", "Ranks"]
+
+MARGINS = 0.05, 0.15, 0.3, 0.6
+"""Parts of the time of a copy by which it is expected to be late; the next is tried if the simulation stalls."""
 
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-EXTENTS = 6  # steps of a sequence that are tried at first
-REFINED = 5  # sequences that are searched between them
-QUICK, FEW, SOME = 2, 4, 16  # numbers of offloaded groups that are tried for one limit
-TRIES, MOST_TRIES = 80, 400  # choices of ways that are tried: for many groups, for few
-WORK = 8000  # choices times groups, between them
-NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
-FINAL = 2  # of them for which a plan is simulated
+FEW, TRIALS = 3, 12  # numbers of parts that are tried for a limit: the fewest that fit, and others
+EXTENTS = 6  # extents of recomputation that are tried at first
+FINEST = 32  # part of all extents up to which it is searched between them
+TRIES, MOST_TRIES = 28, 200  # choices of ways that are tried: for many moments, for few
+WORK = 3500  # choices times moments, between them
 
-LEANEST = "This is about the smallest peak that a plan reaches."
-FASTEST = "This is the fastest plan that was found with at most this peak."
-
-Ways: TypeAlias = tuple[int, ...]
-"""For each group the position of its way."""
-Rank: TypeAlias = tuple[bool, float]
-"""Whether the limit is exceeded; then the peak, otherwise the time."""
+Rank: TypeAlias = tuple[bool, float, float]
+"""Whether the limit is exceeded; then the peak, otherwise the time; and the time of recomputation."""
 
 
-def choose(
-    names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
-    link: Link,
-    *,
-    limit: int | None = None,
-    host_seconds: float = 0.0,
-    among: Collection[int] | None = None,
-    without_bytes: int | None = None,
-    excess: int = 0,
-    host_limit: int | None = None,
-) -> GroupPlan:
-    """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What may be offloaded; None for no limit."""
 
-    If no plan is within the limit, it is the fastest with about the smallest peak.
+    fraction: float | None = None  # of the bytes of each microbatch
+    delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
+    max_inflight: int | None = None  # groups that may be copied to the host at a time
+    host_limit: int | None = None  # bytes of host memory on each rank
+    stages: Collection[int] | None = None  # whose groups may be offloaded
+    early: float = 0.0  # part of the time behind the last forward by which reloads are done earlier than needed
+
+    @property
+    def given(self) -> bool:
+        """Whether they say how much is offloaded."""
+        return self.fraction is not None or self.delta_bytes is not None
+
+
+@dataclass
+class Choices:
+    """The placements of one rank."""
+
+    profile: Profile
+    rank: int  # its number
+    knobs: Knobs
+    margin: float = MARGINS[0]  # as in `place`
+
+    def __post_init__(self) -> None:
+        profile, knobs = self.profile, self.knobs
+        idle = [
+            each
+            for each in profile.idle()
+            if knobs.stages is None or profile.spots.all[each[1][0]].chunk.stage in knobs.stages
+        ]
+        room = float(sum(profile.times[members[0]].nbytes for _, members in idle))
+        room *= 1.0 if knobs.fraction is None else knobs.fraction
+        room -= self.rank * (knobs.delta_bytes or 0)
+        host = inf if knobs.host_limit is None else knobs.host_limit
+        possible, free = list[list[int]](), list[list[int]]()
+        for seconds, members in idle:
+            nbytes = profile.times[members[0]].nbytes
+            if nbytes <= room and nbytes * len(members) <= host:
+                room, host = room - nbytes, host - nbytes * len(members)
+                possible.append(members)
+                free += [members] if seconds > 0 else []
+        self.parts, self._free = profile.parts(possible), profile.parts(free)
+        when = profile.when
+        self._early = knobs.early * (when[-1] - when[profile.spots.last_forward]) if when else 0.0
+
+    def _place(self, parts: Sequence[Sequence[int]], limit: float = inf) -> list[Placement]:
+        """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
+        chosen = [k for part in parts for k in part]
+        split = [k for k in chosen if self.profile.spots.all[k].split]
+        how: dict[str, Any] = {
+            "margin": self.margin,
+            "early": self._early,
+            "max_inflight": self.knobs.max_inflight,
+        }
+        freed_twice: Sequence[Sequence[int]] = ((), split) if split else ((),)
+        return [place(self.profile, chosen, again, limit, **how) for again in freed_twice]
+
+    @cached_property
+    def free(self) -> Placement:
+        """The placement of all for which there is time."""
+        return min(self._place(self._free), key=lambda placement: placement.peak_bytes)
+
+    @property
+    def nothing(self) -> Placement:
+        """The placement that offloads nothing."""
+        return Placement(self.profile, list(self.profile.needs))
+
+    def _fewest(
+        self, order: Sequence[list[int]], limit: float, *, quick: bool, both: bool
+    ) -> Iterator[Sequence[list[int]]]:
+        """Yield the fewest first parts that may be within a limit, and some more unless a quick answer is enough."""
+        count = len(order)
+        least = bisect_left(range(1, count + 1), True, key=lambda number: self.leanest(order[:number]) <= limit) + 1
+        numbers = [least] if quick and both else [least, least + FEW] if quick else [*range(least, least + FEW)]
+        if not quick:
+            numbers += [*range(least + FEW, count, max(count // TRIALS, 1)), count]
+        for number in dict.fromkeys(number for number in numbers if least <= number <= count):
+            yield order[:number]
+
+    def leanest(self, parts: Sequence[list[int]] | None = None) -> int:
+        """Return a bound of the smallest peak with some parts, or with all."""
+        return self.profile.leanest(k for part in (self.parts if parts is None else parts) for k in part)
+
+    def within(
+        self,
+        limit: float,
+        seconds: Callable[[Placement, float], float],
+        free: float,
+        *,
+        quick: bool = False,
+        allowed: float = inf,
+    ) -> tuple[Placement, float] | None:
+        """Return the placement within a limit that takes the least time, and that time; None if there is none.
+
+        Of those that take at most `free` seconds it is the one of the fewest parts.  `seconds` returns what one takes,
+        or any time above the one that is allowed.  A `quick` answer tries the fewest parts only.
+        """
+        if self.profile.peak_bytes <= limit:
+            return self.nothing, seconds(self.nothing, inf)
+        found = None
+        largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
+        orders = [self.parts] if largest == self.parts else [self.parts, largest]
+        sets = [parts for order in orders for parts in self._fewest(order, limit, quick=quick, both=len(orders) > 1)]
+        placed = chain.from_iterable(self._place(parts, limit) for parts in sets)
+        for placement in chain(placed, () if quick else (self.free,)):
+            if placement.peak_bytes > limit:
+                continue
+            took = seconds(placement, allowed)
+            if took < allowed:
+                found, allowed = (placement, took), took * (1 - ROUNDING)
+            if took <= free:
+                break
+        return found
+
+    def smallest(self) -> Placement:
+        """Return the placement with the smallest peak that can be had at any cost."""
+        return min(self._place(self.parts, 0), key=lambda placement: placement.peak_bytes)
+
+
+class _Used(NamedTuple):
+    """The ranks with groups in some ways, without offloading."""
+
+    times: list[StageTimes]
+    seconds: float
+    choices: list[Choices]
+
+
+class Ranks:
+    """The ranks of a pipeline, and their stages as they are run: at first without recomputation.
 
     Parameters
     ----------
-    names : sequence of str
-        The groups, in execution order.
-    groups : sequence of sequence of Variant
-        The ways to run each group; the first is without recomputation.
-    link : Link
-        How fast copies are.
-    limit : int, optional
-        Bytes of device memory in forward and backward; None for no limit.
-    host_seconds : float
-        Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
-    among : collection of int, optional
-        Positions of the groups that may be offloaded; None for all.  The last group is never offloaded, because
-        backward begins there.
-    without_bytes : int, optional
-        Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
-        to.
-    excess : int
-        Bytes by which a pass may take more device memory than the costs add up to; the plan leaves room for them
-        within the limit.
-    host_limit : int, optional
-        Bytes of host memory for what is offloaded in one step; None for no limit.
-
-    Returns
-    -------
-    GroupPlan
-        The plan, with its expected time and peak, and the reason in ``because``.
-
-    Raises
-    ------
-    ValueError
-        If there are not as many names as groups, or none.
-
-    Examples
-    --------
-    >>> from actoffload.planner import Variant, choose
-    >>> from actoffload.schedule import LayerCost, Link
-    >>> plain = LayerCost.even(2**30, forward=0.010, backward=0.020)
-    >>> recomputed = LayerCost.even(2**28, forward=0.010, backward=0.024)
-    >>> group = (Variant(plain), Variant(recomputed, saves=("aten.mm.default#0",)))
-    >>> plan = choose("abcdefgh", [group] * 8, Link(d2h=5e10, h2d=5e10), limit=3 * 2**30)
-    >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
-    (True, True, True)
+    orders, stages, link
+        As in `simulate_pipeline`.
+    variants : mapping
+        For some stages the ways to run each group; the first is without recomputation.
+    knobs : Knobs
+        What may be offloaded.
+    how
+        Further arguments of `Pipeline`.
     """
-    _check(names, groups, link, host_seconds, among, host_limit)
-    check_limit(limit=limit)
-    if without_bytes is not None:
-        check_bytes(without_bytes=without_bytes)
-    check_fits("a number of bytes", isfinite, excess=excess)
-    most = inf if limit is None else limit - excess
-    search = _Search(tuple(names), groups, link, most, host_seconds, among, host_limit)
-    without = search.keep.peak_bytes if without_bytes is None else without_bytes
-    plan = search.best()
-    because = ""
-    if (plan.peak_bytes or 0) > search.limit:
-        because = f"No plan is within the limit of {size(limit or 0)}; this one has the smallest peak."
-    elif without > search.limit and (plan.recomputed or (plan.seconds or 0.0) > search.keep.seconds):
-        action = "offloading and recomputing" if plan.recomputed else "offloading"
-        because = f"Without {action} the peak would be {size(without)}, above the limit of {size(limit or 0)}."
-    return replace(plan, because=because)
-
-
-def frontier(
-    names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
-    link: Link,
-    *,
-    host_seconds: float = 0.0,
-    among: Collection[int] | None = None,
-    host_limit: int | None = None,
-    points: int = 16,
-) -> tuple[GroupPlan, ...]:
-    """Return plans from the smallest peak to that without offloading, each faster than those before it.
-
-    ``because`` says what each plan is among them, and names no limit, because none was given.
-
-    Parameters
-    ----------
-    names, groups, link, host_seconds, among, host_limit
-        As in `choose`.
-    points : int
-        Number of limits of device memory, at equal distances, for which a plan is searched.
-
-    Examples
-    --------
-    >>> from actoffload.planner import Variant, frontier
-    >>> from actoffload.schedule import LayerCost, Link
-    >>> group = (Variant(LayerCost.even(2**30, forward=0.010, backward=0.020)),)
-    >>> for plan in frontier(["a", "b", "c", "d"], [group] * 4, Link(d2h=5e10, h2d=5e10), points=4):
-    ...     print(f"{plan.peak_bytes / 2**30:.2f} GiB {plan.seconds * 1e3:.0f} ms")
-    1.00 GiB 170 ms
-    2.00 GiB 134 ms
-    3.00 GiB 120 ms
-    """
-    _check(names, groups, link, host_seconds, among, host_limit)
-    check_whole(points=points, least=1)
-
-    def search(limit: float) -> GroupPlan:
-        return _Search(tuple(names), groups, link, limit, host_seconds, among, host_limit).best()
-
-    leanest, kept = search(0), search(inf)
-    low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
-    limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
-    between = (replace(search(limit), because=FASTEST) for limit in limits)
-    plans = [replace(leanest, because=LEANEST), *between, replace(kept, because="This plan offloads nothing.")]
-    found: list[GroupPlan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
-        if not found or (plan.seconds or 0.0) < (found[-1].seconds or 0.0):
-            found.append(plan)
-    return tuple(found)
-
-
-def _check(
-    names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
-    link: Link,
-    host_seconds: float,
-    among: Collection[int] | None,
-    host_limit: int | None,
-) -> None:
-    check_kinds(str, names=names)
-    check_kind(Link, link=link)
-    check_seconds(host_seconds=host_seconds)
-    check_limit(host_limit=host_limit)
-    if among is not None:
-        expected = "positions of groups, or None for all"
-        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
-    check_kinds(Sequence, groups=groups)
-    for number, group in enumerate(groups):
-        check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
-    if not names or len(names) != len(groups) or not all(groups):
-        raise ValueError(
-            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
-        )
-
-
-class _Search:
-    """The search for one limit."""
 
     def __init__(
         self,
-        names: tuple[str, ...],
-        groups: Sequence[Sequence[Variant]],
+        orders: Sequence[Sequence[Step]],
+        stages: Sequence[StageCost],
         link: Link,
-        limit: float,
-        host_seconds: float,
-        among: Collection[int] | None,
-        host_limit: int | None,
+        variants: StageVariants,
+        knobs: Knobs,
+        **how: Any,
     ) -> None:
-        self.names, self.groups, self.link, self.limit = names, groups, link, limit
-        self.host_seconds, self.among, self.host_limit = host_seconds, among, host_limit
-        self._alone = {id(way.cost): Alone.of(way.cost, link) for group in groups for way in group}
-        self._plain: Ways = (0,) * len(groups)
-        self.keep = self._place(self._profile(self._plain), ())
+        self.orders, self.plain = [tuple(order) for order in orders], tuple(stages)
+        self.knobs, self.variants = knobs, variants
+        self.pipeline = Pipeline(orders, stages, link, **how)
+        counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
+        splits = {stage: bool(cost.splits) for stage, cost in enumerate(stages)}
+        self._spots = [Spots.of(order, counts, splits) for order in orders]
+        self._times: dict[tuple[int, ...], StageTimes] = {}
+        self._known: dict[tuple[tuple[tuple[int, int], int], ...], _Used] = {}
+        self.use({})
+        self.baseline_seconds = self.seconds
 
-    def _profile(self, ways: Ways) -> Profile:
-        costs = [group[k].cost for group, k in zip(self.groups, ways, strict=True)]
-        return Profile.of(costs, self.link, self.among, self._alone, self.host_limit)
+    def use(self, ways: Ways) -> None:
+        """Run groups in some ways from now on; what is known of ways is kept."""
+        self.ways, key = ways, tuple(sorted(ways.items()))
+        if key not in self._known:
+            self._known[key] = self._run(ways)
+        self.pipeline.times, self.seconds, self.choices = self._known[key]
 
-    def _place(self, profile: Profile, offloaded: Collection[int], allowed: float = inf) -> Placement:
-        return place(profile, offloaded, self.limit, host_seconds=self.host_seconds, allowed=allowed)
+    def _run(self, ways: Ways) -> _Used:
+        """Run the pipeline without offloading, with groups recomputed in some ways."""
+        pipeline = self.pipeline
+        by_stage: dict[int, Ways] = {}
+        for (stage, group), way in ways.items():
+            by_stage.setdefault(stage, {})[stage, group] = way  # type: ignore[index]
+        pipeline.times = [self._stage_times(stage, by_stage.get(stage, {})) for stage in range(len(self.plain))]
+        ranks = pipeline.run([{}] * len(self.orders), note=True)
+        profiles = [
+            Profile.of(spots, rank, pipeline.times, pipeline.link)
+            for spots, rank in zip(self._spots, ranks, strict=True)
+        ]
+        choices = [Choices(profile, rank, self.knobs) for rank, profile in enumerate(profiles)]
+        return _Used(pipeline.times, max((rank.compute for rank in ranks), default=0.0), choices)
 
-    def best(self) -> GroupPlan:
-        """Return the best plan; its reason is not known yet."""
-        if self.keep.peak_bytes <= self.limit:
-            return self._described(self._plain, self.keep.plan())[0]
-        baseline = self.keep.seconds
-        quick = self._counted(self._plain, quick=True)
-        free = quick.peak_bytes <= self.limit and quick.seconds <= baseline
-        choices = [self._plain] if free else _Greedy(self.groups, self._counted, self.limit).best()
-        plan, fits = None, False
-        for ways_ in choices:
-            # Placement leaves out what the host delays inside of a group; the next is taken if that matters.
-            found, result = self._described(ways_, self._leaner(ways_, self._counted(ways_)).plan())
-            if plan is None or result.device_peak_bytes < (plan.peak_bytes or 0):
-                plan, fits = found, result.device_peak_bytes <= self.limit
-            if fits:
-                break
-        assert plan is not None
-        if not fits:
-            return self._about_as_lean(plan)
-        return plan
+    def _stage_times(self, stage: int, ways: Ways) -> StageTimes:
+        """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
+        plain = self.plain[stage]
+        key = id(plain), *(id(self.variants[stage][group][way].cost) for (_, group), way in sorted(ways.items()))
+        if key not in self._times:
+            cost = recomputed(self.plain, self.variants, ways)[stage]
+            self._times[key] = self.pipeline.stage_times(cost)
+        return self._times[key]
 
-    def _about_as_lean(self, leanest: GroupPlan) -> GroupPlan:
-        """Return the fastest of the plans with about the smallest peak, where no plan is within the limit."""
-        least = leanest.peak_bytes or 0
-        always = min(level for group in self.groups for level in group[0].cost.other_bytes)
-        nearly = math.ceil(least + NEAR * (least - always))
-        how = self.host_seconds, self.among, self.host_limit
-        return _Search(self.names, self.groups, self.link, nearly, *how).best()
+    def alone(self, rank: int, placement: Placement, allowed: float = inf) -> float:
+        """Return the time of a step in which one rank offloads, or any time above the one that is allowed."""
+        actions: list[Actions] = [{} for _ in self.orders]
+        actions[rank] = placement.actions()
+        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
 
-    def _counted(self, ways: Ways, *, quick: bool = False) -> Placement:
-        """Return the fastest placement of the first groups within the limit, or the one with the smallest peak.
+    def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:
+        """Return the runs of all ranks, and the time of the step."""
+        ranks = self.pipeline.run([placement.actions() for placement in placements])
+        return ranks, max((rank.compute for rank in ranks), default=0.0)
 
-        Few groups more than must be offloaded are best, since each costs copies: these are tried first, then some of
-        the others unless a `quick` answer is enough.
+    def within(
+        self, rank: int, limit: float, *, free: float, quick: bool = False, allowed: float = inf
+    ) -> tuple[Placement, float] | None:
+        """Return what one rank does within a limit, as `Choices.within`, while the others offload nothing."""
+
+        def alone(placement: Placement, allowed: float) -> float:
+            return self.alone(rank, placement, allowed)
+
+        return self.choices[rank].within(limit, alone, self.seconds * (1 + free), quick=quick, allowed=allowed)
+
+    def recompute(self, rank: int, limit: float, free: float, *, quick: bool = False) -> None:
+        """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.
+
+        They stay as they are if that takes no more than a `free` part of the step longer than without a limit.  If the
+        limit cannot be kept, they are those with the smallest peak.  `quick` is as in `Choices.within`.
         """
-        profile = self._profile(ways)
-        leanest, found, allowed = profile.leanest, None, inf
-        if leanest[0] <= self.limit:
-            return self._place(profile, ())
-        least = next((k for k, peak in enumerate(leanest) if peak <= self.limit), len(leanest))
-        numbers = [*range(least, len(leanest))[: QUICK if quick else FEW]]
-        if not quick:
-            numbers += range(least, len(leanest), max(1, len(leanest) // SOME))
-        largest = sorted(profile.movable, key=lambda k: -profile.nbytes[k])
-        sets = [frozenset(order[:number]) for number in dict.fromkeys(numbers) for order in (profile.movable, largest)]
-        for offloaded in dict.fromkeys(sets):
-            placement = self._place(profile, offloaded, allowed)
-            if placement.peak_bytes <= self.limit and placement.seconds < min(allowed, inf):
-                found, allowed = placement, placement.seconds * (1 - ROUNDING)
-        if found is not None:
-            return found
-        smallest = min(leanest)
-        return place(profile, profile.movable[: leanest.index(smallest)], smallest, host_seconds=self.host_seconds)
-
-    def _leaner(self, ways: Ways, fastest: Placement) -> Placement:
-        """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
-        profile = self._profile(ways)
-        low, best = min(profile.leanest), fastest
-        while best.peak_bytes - low > max(best.peak_bytes >> 8, 1):
-            middle = (low + best.peak_bytes) // 2
-            least = next((k for k, peak in enumerate(profile.leanest) if peak <= middle), len(profile.leanest))
-            numbers = dict.fromkeys((*range(least, len(profile.leanest))[:FEW], max(len(best.released), least)))
-            places = (
-                place(
-                    profile, profile.movable[:number], middle, host_seconds=self.host_seconds, allowed=fastest.seconds
-                )
-                for number in numbers
-            )
-            lean = next((each for each in places if each.peak_bytes <= middle and each.seconds < inf), None)
-            low, best = (middle, best) if lean is None else (low, lean)
-        return best
-
-    def _described(self, ways: Ways, plan: Plan) -> tuple[GroupPlan, Simulation]:
-        """Return a plan with what is expected of it, and its simulation."""
-        taken = [group[k] for group, k in zip(self.groups, ways, strict=True)]
-        result = simulate(plan, [way.cost for way in taken], self.link, host_seconds=self.host_seconds)
-        found = GroupPlan(
-            self.names,
-            plan,
-            tuple(way.cost.nbytes for way in taken),
-            seconds=result.step_time,
-            baseline_seconds=self.keep.seconds,
-            peak_bytes=result.device_peak_bytes,
-        )
-        if any(ways):
-            pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self.groups, strict=True)]
-            found = replace(
-                found,
-                recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs),
-                recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
-                saves=tuple(way.saves for way in taken),
-            )
-        return found, result
+        stages = {step.stage for step in self.orders[rank]}
+        if not any(stage in stages for stage, _ in self.ways):
+            found = self.within(rank, limit, free=free, quick=quick)
+            if found is not None and found[1] <= self.seconds * (1 + free):
+                return
+        self.use(_Greedy(self, rank, limit, free, quick).best())
 
 
 class _Greedy:
-    """Searches the ways of all groups: the cheapest bytes first, as many as make the step fastest."""
+    """Searches the ways of the groups of a rank: the cheapest bytes first, as many as make the step shortest."""
 
-    def __init__(self, groups: Sequence[Sequence[Variant]], counted: Callable[..., Placement], limit: float) -> None:
-        self._groups, self._counted, self._limit = groups, counted, limit
-        self._known: dict[Ways, Rank] = {}
-        self._tries = min(max(WORK // len(groups), TRIES), MOST_TRIES)
+    def __init__(self, ranks: Ranks, rank: int, limit: float, free: float, quick: bool) -> None:
+        self._ranks, self._which, self._limit, self._free, self._quick = ranks, rank, limit, free, quick
+        self._others = ranks.ways
+        order = ranks.orders[rank]
+        forwards = [step.stage for step in order if step.computation is Computation.FORWARD]
+        stages = sorted(set(forwards) & set(ranks.variants))
+        self._pairs = [(stage, group) for stage in stages for group in range(len(ranks.variants[stage]))]
+        costs = {pair: [way.cost for way in ranks.variants[pair[0]][pair[1]]] for pair in self._pairs}
+        self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}
+        self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
+        self._number = {stage: forwards.count(stage) for stage in stages}
+        plain = [(ranks.plain[stage].groups, forwards.count(stage)) for stage in set(forwards)]
+        self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
+        moments = len(ranks.choices[rank].profile.needs)
+        self._tries = min(max(WORK // max(moments, 1), TRIES), MOST_TRIES)
+        self._known: dict[tuple[tuple[tuple[int, int], int], ...], Rank] = {}
+        self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
+
+    def best(self) -> Ways:
+        """Return the best ways that are found."""
+        self._rank({pair: way for pair, way in self._others.items() if pair in self._saved})
+        self._rank({})
+        self._rank({pair: len(each) - 1 for pair, each in self._saved.items() if len(each) > 1})
+        first, *others = _orders(len(self._pairs))
+        place = self._search(self._upgrades(first))
+        for order in others:
+            self._search(self._upgrades(order), place)
+        self._improve()
+        return {**self._others, **self._best[1]}
+
+    def _upgrades(self, order: Sequence[int]) -> list[Upgrade]:
+        return upgrades([self._pairs[k] for k in order], self._saved, self._seconds)
 
     def _rank(self, ways: Ways) -> Rank:
-        if ways not in self._known:
-            placement = self._counted(ways, quick=True)
-            exceeds = placement.peak_bytes > self._limit
-            self._known[ways] = exceeds, placement.peak_bytes if exceeds else placement.seconds
-        return self._known[ways]
+        key = tuple(sorted(ways.items()))
+        if key in self._known:
+            return self._known[key]
+        (exceeds, least, _), _ = self._best
+        more = sum(
+            self._number[pair[0]] * (self._seconds[pair][way] - self._seconds[pair][0]) for pair, way in ways.items()
+        )
+        if (not exceeds and self._compute + more >= least) or len(self._known) >= self._tries:
+            return True, inf, more
+        ranks = self._ranks
+        ranks.use({**self._others, **ways})
+        if not exceeds and ranks.seconds >= least:
+            rank: Rank = False, ranks.seconds, more
+        else:
+            allowed = inf if exceeds else least * (1 + ROUNDING)
+            found = ranks.within(self._which, self._limit, free=self._free, quick=self._quick, allowed=allowed)
+            if found is not None:
+                rank = False, round(found[1], 12), more
+            else:
+                peak = ranks.choices[self._which].leanest()
+                rank = (True, peak, more) if peak > self._limit else (False, inf, more)
+        self._known[key] = rank
+        self._best = min(self._best, (rank, ways), key=lambda each: each[0])
+        return rank
 
-    def best(self) -> list[Ways]:
-        """Return the best few, the best one first."""
-        sequences = [steps for order in _orders(len(self._groups)) for steps in self._sequences(order)]
-        found = []
-        for number, steps in enumerate(sequences):
-            stride = max(len(steps) // EXTENTS, 1)
-            place = min((*range(0, len(steps), stride), len(steps) - 1), key=lambda k: self._rank(steps[k]))
-            found.append((self._rank(steps[place]), number, place, stride))
-        for _, number, place, stride in sorted(found)[:REFINED]:
-            self._refine(sequences[number], place, stride)
-        self._improve(min(self._known, key=self._rank))
-        return sorted(self._known, key=self._rank)[:FINAL]
+    def _search(self, steps: Sequence[Upgrade], place: int | None = None) -> int:
+        """Return the best extent of a sequence, near a place if one is given."""
 
-    def _sequences(self, order: Sequence[int]) -> Iterator[list[Ways]]:
-        """Yield choices from no replay to the most: by any of the ways, and by one of them alone."""
-        for most in range(max(map(len, self._groups))):
-            groups = [(group[0], group[min(most, len(group) - 1)]) if most else group for group in self._groups]
-            steps = []
-            for ways in upgrades({0: groups}, [0], order):
-                chosen = [ways.get((0, k), 0) for k in range(len(groups))]
-                if most:
-                    pairs = zip(chosen, self._groups, strict=True)
-                    chosen = [min(most, len(group) - 1) if way else 0 for way, group in pairs]
-                steps.append(tuple(chosen))
-            yield steps
+        def rank(number: int) -> Rank:
+            return self._rank({step.pair: step.way for step in steps[:number]})
 
-    def _refine(self, steps: Sequence[Ways], place: int, stride: int) -> None:
-        """Search between steps that were tried, around the best of them."""
-        while stride > 1:
-            stride //= 2
-            near = (place, place - stride, place + stride)
-            place = min((k for k in near if 0 <= k < len(steps)), key=lambda k: self._rank(steps[k]))
+        stride = max(len(steps) // EXTENTS, 1)
+        near = range(0, len(steps) + 1, stride) if place is None else (place, place - stride, place + stride)
+        while True:
+            place = min((k for k in (*near, len(steps)) if 0 <= k <= len(steps)), key=rank)
+            if stride <= max(len(steps) // FINEST, 1):
+                return place
+            stride = max(stride // 2, 1)
+            near = place, place - stride, place + stride
 
-    def _improve(self, best: Ways) -> None:
-        """Change single groups as long as that makes the step shorter."""
-        improved = True
-        while improved:
+    def _improve(self) -> None:
+        """Change blocks of groups, at last single ones, as long as that makes the step shorter.
+
+        A block saves more or less, or as much as without recomputation, or more and the next one less, or the other way
+        round.
+        """
+        count = len(self._pairs)
+        size = (count + 1) // 2
+        while size and len(self._known) < self._tries:
             improved = False
-            for group in range(len(best)):
-                for way in (best[group] - 1, best[group] + 1):
-                    if not 0 <= way < len(self._groups[group]):
-                        continue
-                    if len(self._known) >= self._tries:
-                        return
-                    other = (*best[:group], way, *best[group + 1 :])
-                    if self._rank(other) < self._rank(best):
-                        best, improved = other, True
+            for start in reversed(range(0, count, size)):  # the last groups are the cheapest to keep
+                for here, next_ in ((-1, 0), (-MOST_TRIES, 0), (-1, 1), (1, -1), (1, 0)):
+                    best, ways = self._best
+                    changes = [(self._pairs[k], here) for k in range(start, min(start + size, count))]
+                    changes += [(self._pairs[k], next_) for k in range(start + size, min(start + 2 * size, count))]
+                    other = dict(ways)
+                    for pair, change in changes:
+                        other[pair] = min(max(ways.get(pair, 0) + change, 0), len(self._saved[pair]) - 1)
+                    improved |= self._rank({pair: way for pair, way in other.items() if way}) < best
+            if not improved:
+                size = 0 if size == 1 else max(size // 4, 1)
 
 
 def _orders(count: int) -> list[list[int]]:

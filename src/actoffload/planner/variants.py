@@ -18,6 +18,7 @@ from ..schedule.pipeline_plan import PipelinePlan
 __all__ = [
     "OperatorCost",
     "StageVariants",
+    "Upgrade",
     "Variant",
     "Ways",
     "recomputed",
@@ -252,52 +253,56 @@ Ways: TypeAlias = Mapping[tuple[int, int], int]
 """By stage and group the position of the way that is taken; others are run without recomputation."""
 
 
-class _Upgrade(NamedTuple):
+class Upgrade(NamedTuple):
     """From one way of a group to one that saves less."""
 
     price: float  # seconds for each byte
-    stage: int
-    group: int
+    pair: tuple[int, int]  # stage and group
     way: int
 
 
 def upgrades(
-    variants: StageVariants, stages: Iterable[int], order: Sequence[int] = ()
-) -> list[dict[tuple[int, int], int]]:
-    """Return ways to run the groups of some stages, from no recomputation to the most, the cheapest bytes first.
+    pairs: Sequence[tuple[int, int]],
+    nbytes: Mapping[tuple[int, int], Sequence[int]],
+    seconds: Mapping[tuple[int, int], Sequence[float]],
+    only: int | None = None,
+) -> list[Upgrade]:
+    """Return steps from no recomputation of some groups to the most, the cheapest bytes first.
 
-    Of groups that cost the same the one comes first that does in the order, or else in the stage.
+    Parameters
+    ----------
+    pairs : sequence of (int, int)
+        Stages and groups; of those that cost the same the one comes first that does here.
+    nbytes, seconds : mapping
+        For each group what it saves and how long it computes, in each of its ways.
+    only : int, optional
+        The one way that may be taken, or the last way of groups that have fewer; None for all.
     """
-    rank = {group: k for k, group in enumerate(order)}
-    steps: list[_Upgrade] = []
-    for stage in sorted(set(stages) & set(variants)):
-        for group, ways in enumerate(variants[stage]):
-            steps += _worthwhile(stage, group, [way.cost for way in ways])
-    found: list[dict[tuple[int, int], int]] = [{}]
-    for step in sorted(steps, key=lambda step: (step.price, step.stage, rank.get(step.group, step.group), step.way)):
-        found.append({**found[-1], (step.stage, step.group): step.way})
-    return found
+    steps: list[Upgrade] = []
+    for pair in pairs:
+        last = len(nbytes[pair]) - 1
+        ways = range(1, last + 1) if only is None else [min(only, last)] if last else []
+        steps += _worthwhile(pair, nbytes[pair], seconds[pair], ways)
+    return sorted(steps, key=lambda step: step.price)
 
 
-def _worthwhile(stage: int, group: int, costs: Sequence[LayerCost]) -> list[_Upgrade]:
+def _worthwhile(
+    pair: tuple[int, int], nbytes: Sequence[int], seconds: Sequence[float], ways: Iterable[int]
+) -> list[Upgrade]:
     """Return the ways of one group such that each further byte costs more than those before it."""
-    found: list[_Upgrade] = []
-    for way in range(1, len(costs)):
+    found: list[Upgrade] = []
+    for way in ways:
         while True:
             before = found[-1].way if found else 0
-            less = costs[before].nbytes - costs[way].nbytes
+            less = nbytes[before] - nbytes[way]
             if less <= 0:
                 break
-            price = (_seconds(costs[way]) - _seconds(costs[before])) / less
+            price = (seconds[way] - seconds[before]) / less
             if not found or price >= found[-1].price:
-                found.append(_Upgrade(price, stage, group, way))
+                found.append(Upgrade(price, pair, way))
                 break
             found.pop()
     return found
-
-
-def _seconds(cost: LayerCost) -> float:
-    return cost.forward + cost.backward
 
 
 def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways) -> tuple[StageCost, ...]:

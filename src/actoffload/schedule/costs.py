@@ -11,7 +11,7 @@ from statistics import median
 from .._arguments import check_bytes, check_fits, check_seconds, check_whole
 from .timeline import Kind, Span, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "backward_starts", "copies_back", "copies_out", "measured_costs"]
+__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
 
 
 def _fraction(name: str, value: float, section: str) -> None:
@@ -237,20 +237,6 @@ def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
         needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
         ahead = max(ahead, total - needed)
     return total, ahead
-
-
-def backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float, float]:
-    """Return when the backward of each layer starts without copies, and when the whole backward begins and ends."""
-    starts, compute, host = [0.0] * len(costs), 0.0, 0.0
-    for cost in costs:
-        host += cost.host_forward
-        compute = max(compute + cost.gap_forward + cost.forward, host)
-    begin = compute
-    for k, cost in reversed(list(enumerate(costs))):
-        starts[k] = compute + cost.gap_backward
-        host += cost.host_backward
-        compute = max(starts[k] + cost.backward, host)
-    return starts, begin, compute
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from .costs import Link
-from .pipeline import ChunkAction, Computation, Moment, Step
+from .pipeline import ChunkAction, Computation, Step
 from .pipeline_plan import Actions
 from .plan import Do
 from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
 
-__all__ = ["NEVER", "Compiled", "Level", "RankRun"]
+__all__ = ["NEVER", "STOPPED", "Compiled", "RankRun"]
 
 NEVER = -1.0
 """When something arrives that is not sent yet."""
+
+STOPPED = -2
+"""What `RankRun.advance` returns if the rank takes longer than it may."""
 
 WEIGHTS = Computation.BACKWARD, Computation.BACKWARD_WEIGHT
 """What computes gradients of weights."""
@@ -36,15 +40,6 @@ class Compiled(NamedTuple):
     sends: int  # number of what it sends, or -1
     delay: float  # seconds until that is where it is needed
     step: Step
-
-
-class Level(NamedTuple):
-    """A moment: when it comes, the bytes that are needed at most until the next one, and whether compute follows."""
-
-    moment: Moment
-    when: float
-    need: int
-    runs: bool
 
 
 @dataclass(slots=True)
@@ -69,7 +64,9 @@ class RankRun:
     actions: Actions
     host_seconds: float = 0.0  # of the host for each tensor of an offloaded group, in forward and in backward
     label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the stage
-    record: bool = False  # a timeline and the levels of memory; it takes about as long as the run
+    record: bool = False  # a timeline; it takes about as long as the run
+    note: bool = False  # when each moment comes, and the bytes that are needed at most until the next one
+    allowed: float = inf  # seconds; a run that takes longer is stopped
     compute: float = 0.0
     host: float = 0.0
     d2h: float = 0.0
@@ -86,7 +83,8 @@ class RankRun:
     stalls: list[float] = field(default_factory=list)  # seconds of stalls before each step
     spans: list[Span] = field(default_factory=list)
     resident: list[tuple[float, int]] = field(default_factory=list)
-    levels: list[Level] = field(default_factory=list)
+    when: list[float] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
     # Memory since the latest border, which is where compute starts or ends and where something was done.
     _at_border: int = 0  # saved bytes there
     _other_there: int = 0
@@ -109,7 +107,7 @@ class RankRun:
         self.peak = self.other
 
     def advance(self, arrivals: list[float], waiting: dict[int, int], ready: list[int]) -> int:
-        """Run until a step needs what is not sent yet; return the number of that, or -1 at the end.
+        """Run until a step needs what is not sent yet; return the number of that, -1 at the end, or `STOPPED`.
 
         A rank that waits for what this one sends goes from `waiting` to `ready`.
         """
@@ -124,8 +122,11 @@ class RankRun:
                     self.bubble += arrival - self.compute
                     self.compute = arrival
             self.starts.append(self.compute)
-            self.stalls.append(self.stalled)
+            if self.record:
+                self.stalls.append(self.stalled)
             self._step(number, step, self.times[step.stage], self.actions.get(number, nothing))
+            if self.compute > self.allowed:
+                return STOPPED
             if sends >= 0:
                 arrivals[sends] = self.compute + delay
                 if sends in waiting:
@@ -147,11 +148,12 @@ class RankRun:
             if part is not None:
                 self.compute += part.gap
                 level = part.levels[0]
-                self._border(level, part.gap_temporary)
+                if part.gap_temporary or self.other + level != self._other_there:
+                    self._border(level, part.gap_temporary)
             if position in actions:
                 self._act(actions[position], level)
-            if self.record:
-                self._note(Moment(number, position), level, runs=part is not None)
+            if self.note:
+                self._note(level)
             if part is None:  # an input backward without a split
                 continue
             if forward:
@@ -161,15 +163,15 @@ class RankRun:
             self.other += part.kept + times.gradients[position] if first else part.kept
             level = part.levels[1]
             self._border(level, part.temporary)
-        if not forward:
+        if not forward and times.frees_at_end:
             self._end_backward(stage, computation, microbatch, times)
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
         if count in actions:
             self._act(actions[count], level)
-        if self.record:
-            self._note(Moment(number, count), level, runs=False)
+        if self.note:
+            self._note(level)
 
     def _end_backward(self, stage: int, computation: Computation, microbatch: int, times: StageTimes) -> None:
         """Free what a backward frees where it ends."""
@@ -195,10 +197,13 @@ class RankRun:
 
         The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
         """
-        host = start[1] + host_seconds
+        host, compute = start[1] + host_seconds, start[0] + seconds + self.stalled - start[2]
         if host > self.host:
             self.host = host
-        self.compute = max(self.compute, start[0] + seconds + self.stalled - start[2], self.host)
+        if self.host > compute:
+            compute = self.host
+        if compute > self.compute:
+            self.compute = compute
 
     def _forward(self, part: Part, key: Key, pieces: tuple[Piece, ...]) -> None:
         start = self._begin(Kind.FORWARD, key)
@@ -214,7 +219,8 @@ class RankRun:
             if self._releasing is not None:
                 self._release_incrementally(self._releasing, piece.nbytes)
             if offloading:
-                start = self._hook(start, piece.tensors)
+                if self.host_seconds:
+                    start = self._hook(start, piece.tensors)
                 self._copy_out(key, copy)
         self._reach(start, part.seconds, part.host)
         self._releasing = None
@@ -237,7 +243,8 @@ class RankRun:
             if part.frees:
                 in_use += copy.piece.nbytes
             if offloading:
-                start = self._hook(start, copy.piece.tensors)
+                if self.host_seconds:
+                    start = self._hook(start, copy.piece.tensors)
                 if not copy.on_device:
                     self.on_demand += copy.piece.tensors
                     self._occupy(copy.piece.nbytes)
@@ -263,9 +270,10 @@ class RankRun:
 
     def _end(self) -> None:
         """End the compute of a group, or of the part of it before a stall."""
-        if self._running is not None and self.compute > self._since:
-            self.spans.append(Span(*self._running, self._since, self.compute))
-        self._running = None
+        if self._running is not None:
+            if self.compute > self._since:
+                self.spans.append(Span(*self._running, self._since, self.compute))
+            self._running = None
 
     def _wait(self, time: float, key: Key) -> None:
         """Let compute wait for a copy."""
@@ -333,7 +341,8 @@ class RankRun:
                 self._occupy(sum([copy.piece.nbytes for copy in absent]))
                 for copy in reversed(absent):
                     self._copy_back(chunk, copy)
-        self._border(level)  # [guard: simulated peak of an event]
+        if self.saved != self._at_border or self._highest != self._at_border:
+            self._border(level)  # [guard: simulated peak of an event]
 
     def _release(self, key: Key) -> None:
         """Free what is on the device, when it is copied."""
@@ -372,18 +381,21 @@ class RankRun:
     def _border(self, level: int, temporary: int = 0) -> None:
         """End a section of the step, in which so much was allocated for a time above what was there at its borders."""
         other, saved = self.other + level, self.saved
-        need = max(self._at_border + self._other_there, saved + other) + temporary
-        need += self._highest - max(self._at_border, saved)
+        before = self._at_border
+        start, end = before + self._other_there, saved + other
+        need = (start if start > end else end) + temporary + self._highest - (before if before > saved else saved)
         if need > self.peak:
             self.peak = need
-        if self.levels and need > self.levels[-1].need:
-            self.levels[-1] = self.levels[-1]._replace(need=need)
+        if self.needs and need > self.needs[-1]:
+            self.needs[-1] = need
         self._other_there, self._at_border, self._highest = other, saved, saved
 
     # What is recorded
 
-    def _note(self, moment: Moment, level: int, *, runs: bool) -> None:
-        self.levels.append(Level(moment, self.compute, self.saved + self.other + level, runs))
+    def _note(self, level: int) -> None:
+        self.when.append(self.compute)
+        need = self.saved + self.other + level
+        self.needs.append(need if self.needs else max(need, self.peak))  # the gap before the first moment counts there
 
     def timeline(self) -> Timeline:
         """Return what was recorded."""

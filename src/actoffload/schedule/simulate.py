@@ -18,8 +18,8 @@ from .._text import milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
-from .plan import Plan, When
-from .run import NEVER, Compiled, RankRun
+from .plan import Action, Event, Plan, When
+from .run import NEVER, STOPPED, Compiled, RankRun
 from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
 
@@ -89,9 +89,10 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
             "give one LayerCost per layer, in order of the forward."
         )
     order = model_order(len(layers))
-    pipeline = Pipeline([order], model_stages(layers), link, host_seconds=host_seconds, model=True, exact=True)
+    stages = model_stages(layers)
+    pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, model=True, exact=True)
     (rank,) = pipeline.run([model_actions(plan)], record=True)
-    (without,) = pipeline.run([{}]) if plan.steps else [rank]
+    (without,) = Pipeline([order], stages, link, model=True).run([{}])
     behind = len(layers)  # the step behind the last forward
     return Simulation(
         timeline=rank.timeline(),
@@ -344,13 +345,18 @@ class Pipeline:
         model: bool = False,
         exact: bool = False,
     ) -> None:
-        self.link, self.host_seconds, self.model = link, host_seconds, model
+        self.link, self.host_seconds, self.model, self._exact = link, host_seconds, model, exact
         self.latency, self.bandwidth = send_latency, send_bandwidth
-        known = {id(cost): StageTimes.of(cost, link, exact=exact, in_step=model) for cost in stages}  # some are equal
+        known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
         self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
         self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
+        self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
         self.compiled = [[self._compile(rank, step) for step in order] for rank, order in enumerate(orders)]
+
+    def stage_times(self, cost: StageCost) -> StageTimes:
+        """Return the times of a stage."""
+        return StageTimes.of(cost, self.link, exact=self._exact, in_step=self.model)
 
     def _compile(self, rank: int, step: Step) -> Compiled:
         cost, forward = self.times[step.stage].cost, step.computation is Computation.FORWARD
@@ -366,26 +372,32 @@ class Pipeline:
         delay = self.latency + nbytes / self.bandwidth if far else 0.0
         return Compiled(message(before) if before in self.rank_of else -1, message(step.stage), delay, step)
 
-    def run(self, actions: Sequence[Actions], *, record: bool = False) -> list[RankRun]:
-        """Run every rank with its actions as far as it comes, until all have ended."""
+    def run(
+        self, actions: Sequence[Actions], *, record: bool = False, note: bool = False, allowed: float = inf
+    ) -> list[RankRun]:
+        """Run every rank with its actions as far as it comes, until all have ended or one took longer than allowed.
+
+        `record` and `note` are as in `RankRun`.
+        """
         arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
-        ranks = [self._rank(steps, acts, record) for steps, acts in zip(self.compiled, actions, strict=True)]
+        label = 0 if self.model else 1
+        ranks = []
+        how = self.host_seconds, label, record, note, allowed
+        for steps, other, acts in zip(self.compiled, self.other, actions, strict=True):
+            ranks.append(RankRun(steps, self.times, self.link, other, acts, *how))
         waiting: dict[int, int] = {}
         ready = list(reversed(range(len(ranks))))
         while ready:
             number = ready.pop()
             needed = ranks[number].advance(arrivals, waiting, ready)
+            if needed == STOPPED:
+                return ranks
             if needed >= 0:
                 waiting[needed] = number
         for number in waiting.values():
             step = ranks[number].steps[len(ranks[number].starts)].step
             raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
         return ranks
-
-    def _rank(self, steps: Sequence[Compiled], actions: Actions, record: bool) -> RankRun:
-        other = sum(self.times[stage].cost.other_bytes for stage in {each.step.stage for each in steps})
-        label = 0 if self.model else 1
-        return RankRun(steps, self.times, self.link, other, actions, self.host_seconds, label, record)
 
 
 # A model as a pipeline
@@ -414,3 +426,14 @@ def model_actions(plan: Plan) -> Actions:
         chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in acts)
         actions.setdefault(step, {})[position] = chunks
     return actions
+
+
+def model_plan(layers: int, actions: Actions) -> Plan:
+    """Return the plan of a model with some actions by step and position."""
+    steps = {}
+    for step, at_step in actions.items():
+        whens = (When.FORWARD_START, When.FORWARD_END) if step < layers else (When.BACKWARD_START, When.BACKWARD_END)
+        for position, acts in at_step.items():
+            event = Event(whens[position], step if step < layers else 2 * layers - 1 - step)
+            steps[event] = tuple(Action(act.do, act.chunk.stage) for act in acts)
+    return Plan(layers, steps)

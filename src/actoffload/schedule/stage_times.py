@@ -198,3 +198,8 @@ class StageTimes:
     def freed_late(self) -> int:
         """Bytes beside the saved ones that a weight backward frees at its end, and a full backward group by group."""
         return sum(cost.kept_bytes for cost in self.cost.groups) + self.recomputed if self.cost.splits else 0
+
+    @property
+    def frees_at_end(self) -> bool:
+        """Whether backwards free something where they end, beside what their groups do."""
+        return bool(self.cost.boundary_bytes or self.cost.splits)

@@ -1,0 +1,252 @@
+"""Choose the plan of a model: the fastest within a limit of memory.
+
+Without a limit, or if everything fits, nothing is offloaded and nothing recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf, isfinite
+
+from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
+from .._text import size
+from ..schedule.costs import Link
+from ..schedule.simulate import Pipeline, model_order, model_plan, model_stages
+from .group_plan import GroupPlan
+from .placement import Placement
+from .search import ROUNDING, Knobs, Ranks
+from .variants import Variant
+
+__all__ = ["choose", "frontier"]
+
+EARLY = 0.02  # of the backward, by which every reload is planned earlier than needed
+NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
+
+LEANEST = "This is about the smallest peak that a plan reaches."
+FASTEST = "This is the fastest plan that was found with at most this peak."
+
+
+def choose(
+    names: Sequence[str],
+    groups: Sequence[Sequence[Variant]],
+    link: Link,
+    *,
+    limit: int | None = None,
+    host_seconds: float = 0.0,
+    among: Collection[int] | None = None,
+    without_bytes: int | None = None,
+    excess: int = 0,
+    host_limit: int | None = None,
+) -> GroupPlan:
+    """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
+
+    If no plan is within the limit, it is the fastest with about the smallest peak.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The groups, in execution order.
+    groups : sequence of sequence of Variant
+        The ways to run each group; the first is without recomputation.
+    link : Link
+        How fast copies are.
+    limit : int, optional
+        Bytes of device memory in forward and backward; None for no limit.
+    host_seconds : float
+        Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
+    among : collection of int, optional
+        Positions of the groups that may be offloaded; None for all.  The last group is never offloaded, because
+        backward begins there.
+    without_bytes : int, optional
+        Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
+        to.
+    excess : int
+        Bytes by which a pass may take more device memory than the costs add up to; the plan leaves room for them
+        within the limit.
+    host_limit : int, optional
+        Bytes of host memory for what is offloaded in one step; None for no limit.
+
+    Returns
+    -------
+    GroupPlan
+        The plan, with its expected time and peak, and the reason in ``because``.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many names as groups, or none.
+
+    Examples
+    --------
+    >>> from actoffload.planner import Variant, choose
+    >>> from actoffload.schedule import LayerCost, Link
+    >>> plain = LayerCost.even(2**30, forward=0.010, backward=0.020)
+    >>> recomputed = LayerCost.even(2**28, forward=0.010, backward=0.024)
+    >>> group = (Variant(plain), Variant(recomputed, saves=("aten.mm.default#0",)))
+    >>> plan = choose("abcdefgh", [group] * 8, Link(d2h=5e10, h2d=5e10), limit=3 * 2**30)
+    >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
+    (True, True, True)
+    """
+    _check(names, groups, link, host_seconds, among, host_limit)
+    check_limit(limit=limit)
+    if without_bytes is not None:
+        check_bytes(without_bytes=without_bytes)
+    check_fits("a number of bytes", isfinite, excess=excess)
+    most = inf if limit is None else limit - excess
+    model = _Model(tuple(names), groups, link, host_seconds, among, host_limit)
+    baseline, without = model.baseline_seconds, model.peak_bytes if without_bytes is None else without_bytes
+    plan = model.best(most)
+    because = ""
+    if (plan.peak_bytes or 0) > most:
+        because = f"No plan is within the limit of {size(limit or 0)}; this one has the smallest peak."
+    elif without > most and (plan.recomputed or (plan.seconds or 0.0) > baseline):
+        action = "offloading and recomputing" if plan.recomputed else "offloading"
+        because = f"Without {action} the peak would be {size(without)}, above the limit of {size(limit or 0)}."
+    return replace(plan, because=because)
+
+
+def frontier(
+    names: Sequence[str],
+    groups: Sequence[Sequence[Variant]],
+    link: Link,
+    *,
+    host_seconds: float = 0.0,
+    among: Collection[int] | None = None,
+    host_limit: int | None = None,
+    points: int = 16,
+) -> tuple[GroupPlan, ...]:
+    """Return plans from the smallest peak to that without offloading, each faster than those before it.
+
+    ``because`` says what each plan is among them, and names no limit, because none was given.
+
+    Parameters
+    ----------
+    names, groups, link, host_seconds, among, host_limit
+        As in `choose`.
+    points : int
+        Number of limits of device memory, at equal distances, for which a plan is searched.
+
+    Examples
+    --------
+    >>> from actoffload.planner import Variant, frontier
+    >>> from actoffload.schedule import LayerCost, Link
+    >>> group = (Variant(LayerCost.even(2**30, forward=0.010, backward=0.020)),)
+    >>> for plan in frontier(["a", "b", "c", "d"], [group] * 4, Link(d2h=5e10, h2d=5e10), points=4):
+    ...     print(f"{plan.peak_bytes / 2**30:.2f} GiB {plan.seconds * 1e3:.0f} ms")
+    1.00 GiB 170 ms
+    2.00 GiB 134 ms
+    3.00 GiB 120 ms
+    """
+    _check(names, groups, link, host_seconds, among, host_limit)
+    check_whole(points=points, least=1)
+
+    model = _Model(tuple(names), groups, link, host_seconds, among, host_limit)
+    leanest, kept = model.best(0), model.best(inf)
+    low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
+    limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
+    between = (replace(model.best(limit), because=FASTEST) for limit in limits)
+    plans = [replace(leanest, because=LEANEST), *between, replace(kept, because="This plan offloads nothing.")]
+    found: list[GroupPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
+        if not found or (plan.seconds or 0.0) < (found[-1].seconds or 0.0):
+            found.append(plan)
+    return tuple(found)
+
+
+def _check(
+    names: Sequence[str],
+    groups: Sequence[Sequence[Variant]],
+    link: Link,
+    host_seconds: float,
+    among: Collection[int] | None,
+    host_limit: int | None,
+) -> None:
+    check_kinds(str, names=names)
+    check_kind(Link, link=link)
+    check_seconds(host_seconds=host_seconds)
+    check_limit(host_limit=host_limit)
+    if among is not None:
+        expected = "positions of groups, or None for all"
+        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
+    check_kinds(Sequence, groups=groups)
+    for number, group in enumerate(groups):
+        check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
+    if not names or len(names) != len(groups) or not all(groups):
+        raise ValueError(
+            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
+        )
+
+
+class _Model:
+    """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        groups: Sequence[Sequence[Variant]],
+        link: Link,
+        host_seconds: float,
+        among: Collection[int] | None,
+        host_limit: int | None,
+    ) -> None:
+        self._names, self._groups, self._link, self._host_seconds = names, groups, link, host_seconds
+        knobs = Knobs(host_limit=host_limit, stages=among, early=EARLY)
+        stages, variants = model_stages([group[0].cost for group in groups]), {k: [g] for k, g in enumerate(groups)}
+        order = model_order(len(groups))
+        self._ranks = Ranks([order], stages, link, variants, knobs, host_seconds=host_seconds, model=True)
+        self.baseline_seconds, self.peak_bytes = self._ranks.seconds, self._ranks.choices[0].profile.peak_bytes
+
+    def best(self, limit: float) -> GroupPlan:
+        """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
+        ranks = self._ranks
+        ranks.use({})
+        if self.peak_bytes <= limit:
+            return self._described(ranks.choices[0].nothing)
+        ranks.recompute(0, limit, ROUNDING, quick=True)
+        least = ranks.choices[0].leanest()
+        if least > limit:
+            # Of the plans with about the smallest peak the fastest is taken.
+            always = min(level for group in self._groups for level in group[0].cost.other_bytes)
+            limit = math.ceil(least + NEAR * (least - always))
+            ranks.recompute(0, limit, ROUNDING, quick=True)
+        found = ranks.within(0, limit, free=ROUNDING)
+        return self._described(ranks.choices[0].smallest() if found is None else self._leaner(*found))
+
+    def _leaner(self, best: Placement, seconds: float) -> Placement:
+        """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
+        choices, allowed = self._ranks.choices[0], seconds * (1 + ROUNDING)
+        low = choices.leanest()
+        while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
+            middle = (low + best.peak_bytes) // 2
+            alone = partial(self._ranks.alone, 0)
+            found = choices.within(middle, alone, seconds, quick=True, allowed=allowed)
+            low, best = (middle, best) if found is None else (low, found[0])
+        return best
+
+    def _described(self, placement: Placement) -> GroupPlan:
+        """Return a plan with what is expected of it, with groups in the ways that are used."""
+        count, actions, ways = len(self._groups), placement.actions(), self._ranks.ways
+        taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self._groups)]
+        stages, how = model_stages([way.cost for way in taken]), {"host_seconds": self._host_seconds}
+        # As `simulate` does, without a timeline.
+        (run,) = Pipeline([model_order(count)], stages, self._link, model=True, exact=True, **how).run([actions])
+        found = GroupPlan(
+            self._names,
+            model_plan(count, actions),
+            tuple(way.cost.nbytes for way in taken),
+            seconds=run.compute,
+            baseline_seconds=self.baseline_seconds,
+            peak_bytes=run.peak,
+        )
+        if ways:
+            pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self._groups, strict=True)]
+            found = replace(
+                found,
+                recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs),
+                recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
+                saves=tuple(way.saves for way in taken),
+            )
+        return found

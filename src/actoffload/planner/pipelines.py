@@ -1,0 +1,227 @@
+"""Choose what every rank of a pipeline offloads: what levels their peaks at no cost in time, or within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+from .._arguments import check_fraction, check_kind, check_max_inflight, number_of_bytes
+from .._text import size
+from ..schedule.costs import Link
+from ..schedule.pipeline import StageCost, Step
+from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.run import RankRun
+from ..schedule.simulate import check_pipeline
+from .placement import Placement
+from .search import MARGINS, Choices, Knobs, Ranks
+from .variants import StageVariants, saved_by
+
+__all__ = ["plan_pipeline"]
+
+FREE = 0.002
+"""Part of the step by which a plan without a cost may take longer."""
+
+PRECISION = 64
+"""The level of the peaks is found within this part of it."""
+
+COSTS = "No plan of this rank"
+"""How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
+
+
+def plan_pipeline(
+    orders: Sequence[Sequence[Step]],
+    stages: Sequence[StageCost],
+    link: Link,
+    *,
+    names: Mapping[int, Sequence[str]] | None = None,
+    fraction: float | None = None,
+    delta_bytes_per_rank: int | str | None = None,
+    max_inflight: int | None = None,
+    memory_budget: int | str | Sequence[int | str] | None = None,
+    variants: StageVariants | None = None,
+    send_latency: float = 0.0,
+    send_bandwidth: float = inf,
+) -> tuple[PipelinePlan, ...]:
+    """Return what each rank of a pipeline offloads, and when.
+
+    By default each rank offloads the least that levels the peaks of all ranks as low as is possible without a cost in
+    time: a rank that needs less memory than the level offloads nothing.
+
+    Parameters
+    ----------
+    orders, stages, link, send_latency, send_bandwidth
+        As in `simulate_pipeline`.
+    names : mapping of int to sequence of str, optional
+        Names of the groups of each stage; by default their numbers.
+    fraction : float, optional
+        Fraction of the bytes of each microbatch to offload, if there is time to copy them.  The peaks are not leveled
+        then.
+    delta_bytes_per_rank : int or str, optional
+        Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
+        `fraction`.  The peaks are not leveled then.
+    max_inflight : int, optional
+        Groups that are copied to the host at a time, at most, from the start of their forward; what would be one more
+        is kept.  Reloads are not limited.
+    memory_budget : int, str or sequence of these, optional
+        Device memory of each rank: bytes, or text such as ``"24GiB"``.  Each rank offloads the least that keeps within
+        it, at a cost in time if there is no other way.
+    variants : mapping, optional
+        Ways to run the groups with recomputation, the first without; they are used only where a budget cannot be
+        reached without a cost in time, and only if they cost less.
+
+    Returns
+    -------
+    tuple of PipelinePlan
+        One for each rank, the same on every rank that calls this with the same arguments.  If a rank cannot keep
+        within its budget, its plan has the smallest peak that was found, and `PipelinePlan.because` says so.
+
+    Examples
+    --------
+    >>> from actoffload.planner import plan_pipeline
+    >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
+    >>> group = LayerCost.even(2**28, forward=0.010, backward=0.020)
+    >>> orders = one_f_one_b(ranks=4, microbatches=16)
+    >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
+    >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
+    [1792, 1792, 1792, 1024]
+    """
+    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    if names is not None:
+        check_kind(Mapping, names=names)
+    if variants is not None:
+        check_kind(Mapping, variants=variants)
+    check_max_inflight(max_inflight)
+    delta = number_of_bytes("delta_bytes_per_rank", delta_bytes_per_rank, optional=True)
+    if fraction is not None:
+        check_fraction(fraction)
+    budgets: Sequence[Any] = [memory_budget] * len(orders)
+    if isinstance(memory_budget, Sequence) and not isinstance(memory_budget, str):
+        budgets = memory_budget
+    if len(budgets) != len(orders):
+        raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
+    budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
+    knobs = Knobs(fraction, delta, max_inflight)
+    how = {"send_latency": send_latency, "send_bandwidth": send_bandwidth}
+    ranks = Ranks(orders, stages, link, variants or {}, knobs, **how)
+    for rank, budget in enumerate(budgets):
+        if budget is not None and variants:
+            ranks.recompute(rank, budget, FREE)
+    search = _Search(ranks)
+    return search.plans(search.best(budgets), names or {})
+
+
+Chosen = tuple[Placement, str]
+"""What a rank does, and why."""
+
+
+class _Search:
+    """What the ranks do, given the ways in which their groups are run."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+        self.orders, self.choices, self.knobs = ranks.orders, ranks.choices, ranks.knobs
+        self.allowed = ranks.seconds * (1 + FREE)  # that a step may take without a cost
+
+    def best(self, budgets: Sequence[int | None]) -> list[Chosen]:
+        """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
+        found: list[Chosen] = []
+        for margin in MARGINS:
+            ranks = [replace(choices, margin=margin) for choices in self.choices]
+            found = self._leveled([rank for rank, budget in zip(ranks, budgets, strict=True) if budget is None])
+            for rank, budget in zip(ranks, budgets, strict=True):
+                if budget is not None:
+                    found[rank.rank] = self._within(rank, budget)
+            if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
+                return found
+        return self._without_stalls(found, budgets)
+
+    def _without_stalls(self, found: list[Chosen], budgets: Sequence[int | None]) -> list[Chosen]:
+        """Let ranks without a budget offload nothing, those that wait longest first, until there is no cost."""
+        while True:
+            ranks, seconds = self._simulated(found)
+            offloading = [k for k, budget in enumerate(budgets) if budget is None and found[k][0].placed]
+            if seconds <= self.allowed or not offloading:
+                return found
+            worst = max(offloading, key=lambda k: ranks[k].stalled)
+            found[worst] = self.choices[worst].nothing, "Offloading would cost time here."
+
+    def _leveled(self, ranks: Sequence[Choices]) -> list[Chosen]:
+        """Return what the ranks without a budget do for the lowest peak that all of them reach at no cost.
+
+        Where a rank waits for another one, it can as well wait for its copies.
+        """
+        found = self._nothing()
+        if self.knobs.given:
+            for rank in ranks:
+                found[rank.rank] = rank.free, ""
+            return found
+        high = max((rank.free.peak_bytes for rank in ranks), default=0)
+        low = max((rank.smallest().peak_bytes for rank in ranks), default=0)
+        found = self._at(ranks, high) or found
+        while high - low > max(high // PRECISION, 1):
+            middle = (low + high) // 2
+            lower = self._at(ranks, middle)
+            if lower is None or self._simulated(lower)[1] > self.allowed:
+                low = middle
+            else:
+                found, high = lower, max(lower[rank.rank][0].peak_bytes for rank in ranks)
+        return [(placement, f"No rank needs more than {size(high)}.") for placement, _ in found]
+
+    def _nothing(self) -> list[Chosen]:
+        return [(choices.nothing, "") for choices in self.choices]
+
+    def _at(self, ranks: Sequence[Choices], level: int) -> list[Chosen] | None:
+        """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
+        found = self._nothing()
+        for rank in sorted(ranks, key=lambda rank: -rank.free.peak_bytes):
+            best = rank.within(level, partial(self.ranks.alone, rank.rank), self.allowed)
+            if best is None or best[1] > self.allowed:
+                return None
+            found[rank.rank] = best[0], ""
+        return found
+
+    def _within(self, rank: Choices, budget: int) -> Chosen:
+        """Return what a rank with a budget does, and why."""
+        if self.knobs.given and rank.free.peak_bytes <= budget:
+            return rank.free, ""
+        found = rank.within(budget, partial(self.ranks.alone, rank.rank), self.allowed)
+        if found is None:
+            because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
+            return rank.smallest(), because
+        free = found[1] <= self.allowed
+        return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
+
+    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankRun], float]:
+        return self.ranks.simulated([placement for placement, _ in found])
+
+    def plans(self, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
+        """Return the plans with what they are expected to cost."""
+        ranks, seconds = self._simulated(found)
+        times = self.ranks.pipeline.times
+        saves = saved_by([each.cost for each in times], self.ranks.variants, self.ranks.ways)
+        plans = []
+        for number, (placement, because) in enumerate(found):
+            mine = sorted({step.stage for step in self.orders[number]})
+            groups = {stage: times[stage].groups for stage in mine}
+            numbers = {stage: tuple(map(str, range(len(groups[stage])))) for stage in mine}
+            plans.append(
+                PipelinePlan(
+                    number,
+                    self.orders[number],
+                    {stage: tuple(names.get(stage, numbers[stage])) for stage in mine},
+                    placement.transfers(),
+                    {stage: bool(times[stage].cost.splits) for stage in mine},
+                    {stage: tuple(group.nbytes for group in groups[stage]) for stage in mine},
+                    {stage: saves[stage] for stage in mine if stage in saves},
+                    seconds=seconds,
+                    baseline_seconds=self.ranks.baseline_seconds,
+                    peak_bytes=ranks[number].peak,
+                    saved_peak_bytes=ranks[number].saved_peak,
+                    because=because,
+                )
+            )
+        return tuple(plans)
