@@ -36,9 +36,10 @@ EXTENTS = 6  # extents of recomputation that are tried at first
 FINEST = 32  # part of all extents up to which it is searched between them
 TRIES, MOST_TRIES = 28, 200  # choices of ways that are tried: for many moments, for few
 WORK = 3500  # choices times moments, between them
+NEAR = 0.002  # of the limit: peaks above it that differ by less are about the same
 
 Rank: TypeAlias = tuple[bool, float, float]
-"""Whether the limit is exceeded; then the peak, otherwise the time; and the time of recomputation."""
+"""Where the limit is kept: False, the time, and that of recomputation; otherwise True, about the peak, and the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +328,12 @@ class _Greedy:
             found = ranks.within(self._which, self._limit, free=self._free, quick=self._quick, allowed=allowed)
             if found is not None:
                 rank = False, round(found[1], 12), more
+            elif exceeds:  # no ways are known that keep the limit
+                smallest = ranks.choices[self._which].smallest()
+                near = int(max(NEAR * self._limit, 1))
+                rank = True, float(smallest.peak_bytes // near), ranks.alone(self._which, smallest)
             else:
-                peak = ranks.choices[self._which].leanest()
-                rank = (True, peak, more) if peak > self._limit else (False, inf, more)
+                rank = True, inf, more
         self._known[key] = rank
         self._best = min(self._best, (rank, ways), key=lambda each: each[0])
         return rank
