@@ -104,7 +104,7 @@ PACKAGE = __name__.partition(".")[0]  # its objects are no holders
 PACKAGES = ("torch", PACKAGE)  # nor are the variables of their functions
 UNKNOWN = "[…]"  # in an object that does not tell the name
 LEAVES = {str, int, float, bool, types.NoneType}  # refer to nothing
-MOST_OBJECTS = 100_000
+MOST_OBJECTS = 20_000
 MOST_ELEMENTS = 1000  # of a container
 MOST_HOLDERS = 16
 
