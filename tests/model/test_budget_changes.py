@@ -73,7 +73,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     # A plan that was tried with smaller inputs, or less memory beside it, is for the others.
     yield (
         "a plan that was tried with smaller inputs",
-        Case(20, 20, lambda n: (4, 2, 4, 5, 6, 8)[(n > 2) + max(n - 16, 0)], least=19, final=16),
+        Case(20, 20, lambda n: (4, 2, 4, 5, 6, 8)[(n > 2) + max(n - 16, 0)], least=17, final=16),
     )
     yield (
         "a plan that was tried with less memory",

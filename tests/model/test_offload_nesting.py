@@ -66,7 +66,7 @@ def test_parts_of_a_group_have_names_and_kinds_of_their_own():
         "  blocks.*: 2 of 3 offloaded",
         "  *.inner: 2 of 3 offloaded",
         "  blocks.* (part 2): 2 of 3 offloaded",
-        "    offloaded  blocks.0 (part 2), 1 (part 2)",
+        "    offloaded  blocks.0 (part 2), blocks.1 (part 2)",
     ):
         assert line in said.splitlines()
 

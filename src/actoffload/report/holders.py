@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -104,7 +104,7 @@ PACKAGE = __name__.partition(".")[0]  # its objects are no holders
 PACKAGES = ("torch", PACKAGE)  # nor are the variables of their functions
 UNKNOWN = "[…]"  # in an object that does not tell the name
 LEAVES = {str, int, float, bool, types.NoneType}  # refer to nothing
-MOST_OBJECTS = 20_000
+MOST_OBJECTS = 40_000  # that are visited for each rank of names
 MOST_ELEMENTS = 1000  # of a container
 MOST_HOLDERS = 16
 
@@ -136,6 +136,7 @@ class _Search:
         self.found: dict[int, dict[Holder, int]] = {address: {} for address in addresses}  # with their ranks
         self.modules = {id(module): name or "the root module" for module, name in modules.items()}
         self.visited: set[int] = set()
+        self.number = Counter[int]()  # of visited objects, by rank
         self.roots: list[tuple[Name, str, object]] = []  # with the path to the object
         for module in modules:
             owner = f"{self.modules[id(module)]} ({_class(module)})"
@@ -176,7 +177,7 @@ class _Search:
             if id(frame.f_globals) not in self.visited and not is_library(code.co_filename):
                 self._add_globals(name if isinstance(name, str) else Path(code.co_filename).name, frame.f_globals)
             return
-        if not is_call and _is_part_of(PACKAGES, name):
+        if not is_call and (_is_part_of(PACKAGES, name) or is_library(code.co_filename)):
             return
         module = ""
         for variable, value in _variables(frame):
@@ -196,11 +197,12 @@ class _Search:
         if issubclass(kind, (torch.Tensor, torch.UntypedStorage)):
             self._note(name, path, value)
             self._note(name, f"{path}.grad", gradient_of(value))
-        elif kind in LEAVES or issubclass(kind, types.ModuleType) or len(self.visited) > MOST_OBJECTS:
+        elif kind in LEAVES or issubclass(kind, types.ModuleType) or self.number[name[0]] > MOST_OBJECTS:
             return
         if id(value) in self.visited or id(value) in self.modules or _is_part_of((PACKAGE,), _module(value)):
             return
         self.visited.add(id(value))
+        self.number[name[0]] += 1
         children: Iterable[tuple[str, object]]
         if issubclass(kind, BaseException):
             children = [*_attributes(value), (".args", value.args)]

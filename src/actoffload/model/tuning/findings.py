@@ -48,7 +48,7 @@ class Fit:
     >>> from actoffload.schedule import Plan
     >>> plan = GroupPlan(("a", "b"), Plan(2), (2**30, 2**30), seconds=0.25, peak_bytes=3 * 2**30)
     >>> print(actoffload.Fit(32768, 8192, plan, limit_bytes=4 * 2**30))
-    Inputs of 32768 elements (4.00 x the measured ones) fit: predicted peak 3072.0 MiB of 4096.0 MiB, pass 250.00 ms. \
+    Inputs of 32768 elements (4.00 x the measured ones) fit: predicted peak 3.00 GiB of 4.00 GiB, pass 250.00 ms. \
 Of 2 groups 0 are offloaded and 0 recomputed.
     """
 
