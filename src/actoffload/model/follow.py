@@ -226,7 +226,7 @@ class _Follower(Follower):
 
     def __init__(self, module: Module) -> None:
         super().__init__(module)
-        self.followings: tuple[_Following, ...] = ()
+        self.all_following: tuple[_Following, ...] = ()
         self._forward: weakref.ref[Any] | None = None  # ours
 
     @property
@@ -255,7 +255,7 @@ class _Follower(Follower):
         return part
 
     def _replicate(self) -> Module:
-        for following in self.followings:
+        for following in self.all_following:
             following.tracker.warn_once(REPLICAS)
         replica: Module = self.original(_REPLICATE)()
         self.strip(vars(replica))  # [guard: replica]
@@ -302,7 +302,7 @@ def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
     compiles = compiler()
     try:
         try:
-            for tracker, followed, _ in follower.followings:
+            for tracker, followed, _ in follower.all_following:
                 began.append((tracker, tracker.depth))
                 around = tracker.begin(followed, args, kwargs, compiled=compiles is not None) or around
             if around is None:
@@ -346,7 +346,7 @@ def follow(modules: Sequence[FollowedModule], tracker: Any, handle: Any) -> None
             follower = _follower_of(followed.module) or _Follower(followed.module)
             if follower.is_lost:
                 follower.follow()
-            follower.followings = (*follower.followings, _Following(tracker, followed, handle))
+            follower.all_following = (*follower.all_following, _Following(tracker, followed, handle))
     except BaseException:  # an interrupt
         unfollow(modules)  # [guard: half followed model]
         raise
@@ -358,17 +358,17 @@ def unfollow(modules: Iterable[FollowedModule]) -> None:
         module = followed.ref()
         follower = None if module is None else _follower_of(module)
         if module is not None and follower is not None:
-            follower.followings = tuple(each for each in follower.followings if each.followed is not followed)
+            follower.all_following = tuple(each for each in follower.all_following if each.followed is not followed)
             # [guard: module of another handle -> True]
-            if not follower.followings:  # [guard: attributes of a module after removal]
+            if not follower.all_following:  # [guard: attributes of a module after removal]
                 follower.strip(vars(module))
 
 
 def handle_of(model: Module) -> Any:
     """Return the handle that follows a model as its root, or None."""
     follower = _follower_of(model)
-    followings = () if follower is None else follower.followings
-    handles = (each.handle for each in followings if each.followed.role is ROOT and each.handle.installed)
+    all_following = () if follower is None else follower.all_following
+    handles = (each.handle for each in all_following if each.followed.role is ROOT and each.handle.installed)
     return next(handles, None)
 
 
