@@ -41,7 +41,7 @@ ALONE = 1 << 27
 """Most bytes of a chunk where one rank runs, for which no collective waits: 2.4 ms at 55 GB/s."""
 
 SEPARATED = 1 << 22
-"""So many bytes at the end have a separator too: 76 us at 55 GB/s, so that a separator costs a few percent."""
+"""The last chunk has a separator if it is at least this large: 76 us at 55 GB/s, of which that is a few percent."""
 
 GRAIN = 512
 """Each chunk starts at a multiple of this many elements, so that copies stay aligned."""

@@ -24,7 +24,7 @@ from ..engine.hooks import Packer, unpack
 from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import Expected, Program, copy_of, on_value
-from .proof import Alarm, Sample, Times, below_everything, below_gradients, prove, rise
+from .proof import Alarm, Sample, Times, below_everything, prove, rise
 from .trace import UNKNOWN, Weight, leaves
 from .tracer import Tracer
 
@@ -313,7 +313,7 @@ class Call:
                     samples.setdefault(value, slot.tensor)
                 slot.tensor = None
         if samples:
-            with below_gradients():
+            with below_everything():
                 for value, tensor in samples.items():
                     sample = Sample.take(value, program.trace.values[value], tensor, whole=self._compares_all)
                     if sample is not None:

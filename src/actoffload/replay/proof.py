@@ -30,7 +30,7 @@ from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Node, Value
 from .tracer import default_generators
 
-__all__ = ["Alarm", "Sample", "Times", "below_everything", "below_gradients", "measure", "prove", "rise", "same_bits"]
+__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "rise", "same_bits"]
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
@@ -56,22 +56,14 @@ _thread = _Guards()
 class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
-    kinds: tuple[Any, ...] = _KINDS
-
     def __enter__(self) -> None:
         entered = _thread.entered
-        for kind in self.kinds:
+        for kind in _KINDS:
             entered.append(kind())  # is in force from here on, and in no variable that a traceback keeps
             entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        rise(len(_thread.entered) - len(self.kinds))
-
-
-class below_gradients(below_everything):  # noqa: N801
-    """Call operators that autocast does not know; each guard takes 3 us in a forward, where the host is late."""
-
-    kinds = below_autograd, no_torch_dispatch
+        rise(len(_thread.entered) - len(_KINDS))
 
 
 def rise(depth: int = 0) -> None:
@@ -285,7 +277,7 @@ class Sample:
     def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
         """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples].
 
-        It is called below gradients.
+        It is called below everything, as `Alarm.compare` is.
         """
         view = value.view
         if view is None or saved.dtype is not view.dtype or is_freed(saved):

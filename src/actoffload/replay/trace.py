@@ -176,7 +176,7 @@ def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
         view = trace.values[value].view
         key = node.operator, view, _key((node.args, tuple(sorted(node.kwargs.items()))), twins)
         twin = first.setdefault(key, value) if view is not None and returns_one(node.operator) else value
-        if twin != value and twin not in banned:
+        if twin != value and twin not in banned:  # [guard: twins of values that stay]
             assert view is not None
             twins[value] = twin
             nodes[-1] = replace(node, operator=same, args=(Place(twin, view),), kwargs={}, reads=(twin,))

@@ -122,6 +122,9 @@ def find_all_holders(
     What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  Without any,
     inputs and outputs of modules that are being called.  Objects of this package are no holders.
     """
+    addresses = list(addresses)
+    if not addresses:  # most steps: the walk would take a tenth of a second or more
+        return {}
     search = _Search(addresses, modules or {})
     try:
         return search.run()
@@ -177,7 +180,7 @@ class _Search:
             if id(frame.f_globals) not in self.visited and not is_library(code.co_filename):
                 self._add_globals(name if isinstance(name, str) else Path(code.co_filename).name, frame.f_globals)
             return
-        if not is_call and (_is_part_of(PACKAGES, name) or is_library(code.co_filename)):
+        if not is_call and _is_part_of(PACKAGES, name):
             return
         module = ""
         for variable, value in _variables(frame):

@@ -264,7 +264,7 @@ class Exchange:
             try:
                 found, lost = self.receive([key], where)
             except LostRankError:
-                self._call("delete_key", self._path(f"{key} {self.rank}"))  # nobody waits for its answer
+                self._call("delete_key", self._path(f"{key} {self.rank}"))  # its answer is not needed any more
                 raise
         else:
             others, missing = self.collect(key)

@@ -186,7 +186,7 @@ class Script:
         """Yield `Stage.PLAN` until a pass has inputs as large as those of the plan, and return it; not for ever."""
         timed = yield from next_pass(Stage.PLAN)
         for _ in range(SMALLER):
-            if timed.elements >= FULL * self.found.size:
+            if timed.elements >= FULL * self.found.size:  # [guard: inputs that are smaller than before -> True]
                 break
             timed = yield from next_pass(Stage.PLAN)
         return timed
