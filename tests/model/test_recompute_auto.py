@@ -53,6 +53,9 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
     assert seen == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "", "", ""]
     assert set(handle.plan.saves) <= {None, ()}, "all that is replayed is replayed as a whole"
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    # What the slow plan took says nothing of a pass without it: one with whole replay takes 48 s, and 12 s of it again.
+    assert handle.plan.recompute_seconds == pytest.approx(12.0, rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(36.0, rel=0.01)
     assert max(peaks(model, device, 2)) <= handle.plan.peak_bytes <= 12 * MIB
 
 

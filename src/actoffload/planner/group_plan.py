@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
@@ -84,6 +84,15 @@ class GroupPlan:
                     f"{what} has {len(getattr(self, what))} entries, but the plan has {self.plan.model_layers} layers; "
                     "give one for each layer."
                 )
+
+    def measured(self, seconds: float, baseline: float | None) -> GroupPlan:
+        """Return the plan with the seconds that a pass took, and those expected without offloading and recomputation.
+
+        The latter are an estimate.  They cannot be more than what is left of the pass without recomputation.
+        """
+        if baseline is not None:
+            baseline = min(baseline, max(seconds - self.recompute_seconds, 0.0))
+        return replace(self, seconds=seconds, baseline_seconds=baseline)
 
     @property
     def offloaded(self) -> tuple[int, ...]:

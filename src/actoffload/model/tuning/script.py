@@ -223,10 +223,7 @@ class Script:
             return self._keep("No group has run.")
         found.outside = lean.outside(self._backend)
         link = self._link or self._probed_link()
-        batch = self._backend.batch
-        ways = [
-            tuple(replace(way, cost=way.cost.in_batches(batch)) for way in group) for group in self._ways(traced, lean)
-        ]
+        ways = self._ways(traced, lean)
         # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
         known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
         room = self._host_room()
@@ -289,7 +286,8 @@ class Script:
                 found.append((Variant(own), Variant(again, ())))
             else:
                 found.append((Variant(cost),))
-        return found
+        batch = self._backend.batch
+        return [tuple(replace(way, cost=way.cost.in_batches(batch)) for way in group) for group in found]
 
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
@@ -381,6 +379,7 @@ class Script:
             return plan
         saves = tuple(group[-1].saves for group in ways)
         less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
+        again = sum(max(group[-1].cost.backward - group[0].cost.backward, 0.0) for group in ways)
         for _ in range(TRIES):
             # The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
             costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
@@ -388,6 +387,7 @@ class Script:
                 found.expected(costs),
                 saves=saves,
                 recomputed_nbytes=less,
+                recompute_seconds=again,
                 baseline_seconds=plan.baseline_seconds,
                 because=plan.because,
             )
@@ -401,7 +401,7 @@ class Script:
             if taken >= seconds:
                 break
             if peak <= limit:
-                return replace(whole, seconds=taken, peak_bytes=peak)
+                return replace(whole, peak_bytes=peak).measured(taken, plan.baseline_seconds)
             excess += math.ceil(peak - limit)
         found.plan = plan
         return plan
@@ -425,7 +425,7 @@ class Script:
         if not plan.seconds or not plan.baseline_seconds:
             return plan
         self.found.pace *= seconds / plan.seconds
-        return replace(plan, seconds=seconds, baseline_seconds=plan.baseline_seconds * seconds / plan.seconds)
+        return plan.measured(seconds, plan.baseline_seconds * seconds / plan.seconds)
 
     def _keep(self, because: str) -> GroupPlan:
         order = self._plans.order
