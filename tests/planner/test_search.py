@@ -103,7 +103,12 @@ EVEN = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
 @pytest.mark.parametrize(
     ("costs", "link", "options", "because"),
     [
-        (EVEN, Link(1e6, 1e6), {"limit": 2000}, ""),
+        (
+            EVEN,
+            Link(1e6, 1e6),  # copies cost nothing
+            {"limit": 2000},
+            "Without offloading the peak would be 7.8 KiB, above the limit of 2.0 KiB.",
+        ),
         (
             EVEN,
             Link(500.0, 500.0),

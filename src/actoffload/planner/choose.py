@@ -97,12 +97,12 @@ def choose(
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
     model = _Model(tuple(names), groups, link, host_seconds, among, host_limit)
-    baseline, without = model.baseline_seconds, model.peak_bytes if without_bytes is None else without_bytes
+    without = model.peak_bytes if without_bytes is None else without_bytes
     plan = model.best(most)
     because = ""
     if (plan.peak_bytes or 0) > most:
         because = f"No plan is within the limit of {size(limit or 0)}; this one has the smallest peak."
-    elif without > most and (plan.recomputed or (plan.seconds or 0.0) > baseline):
+    elif without > most and (plan.recomputed or plan.offloaded):
         action = "offloading and recomputing" if plan.recomputed else "offloading"
         because = f"Without {action} the peak would be {size(without)}, above the limit of {size(limit or 0)}."
     return replace(plan, because=because)
