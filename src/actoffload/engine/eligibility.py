@@ -315,9 +315,12 @@ def _children_in(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[int]:
 class ModelTensors:
     """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
-    To read all tables of a model takes about as long as to pack all that a layer saves.  So what an earlier pass has
-    read is used again if every table still holds the same modules, and tensors in the same memory.
+    Looking into all tables of a model takes longer than packing all that its layers save.  So what an earlier pass has
+    read is used again if every table still holds the same modules, and tensors in the same memory; and where that was
+    so, it is looked at every `TRUSTED` passes only.  Until then, memory that has just become a buffer may be copied.
     """
+
+    TRUSTED = 8
 
     def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
         self._model = weakref.ref(model)
@@ -327,14 +330,18 @@ class ModelTensors:
         )
         self._reasons: dict[int, Reason] | None = None
         self._read_from: _Read | None = None
+        self._trusted = 0  # number of passes in which it is used as it is
         self.sharded = False
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if the model did not own it."""
         if self._reasons is None:
             earlier, self._earlier = self._earlier, None
-            if earlier is not None and earlier._is_current():  # [guard: tensors of an earlier pass -> True]
+            trusted = 0 if earlier is None else earlier._trusted
+            # [guard: tensors of an earlier pass -> True]
+            if earlier is not None and (trusted or earlier._is_current()):
                 self._reasons, self._read_from = earlier._reasons, earlier._read_from
+                self._trusted = (trusted or self.TRUSTED) - 1
             else:
                 self._read()
         assert self._reasons is not None

@@ -10,7 +10,7 @@ sources, and what was made again, live as long as the graph.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -242,11 +242,13 @@ class Call:
 
     def _note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
-        if len(self._versions) == len(self.program.weights):
+        versions, modules = self._versions, self._modules
+        if len(versions) == len(self.program.weights):
             return
         for value, weight in self.program.weights:
-            if value not in self._versions:
-                self._versions[value] = version_of(self._weight(weight))
+            if value not in versions:
+                tensor = registered(modules[weight.module])[weight.table].get(weight.name)
+                versions[value] = version_of(tensor if type(tensor) is Parameter else self._weight(weight))
 
     def _adopt(self, program: Program) -> None:
         """Follow a program that was found when the call had saved its tensors: hold sources, and keep what stays."""
@@ -302,22 +304,21 @@ class Call:
 
     def _drop(self, numbers: Sequence[int]) -> None:
         """Empty the slots of some entries, and leave samples of what was not proven."""
-        program, taken = self.program, self._samples
-        sampled: Collection[int] = program.dropped if self._compares_all else program.ends
+        program, slots, whole = self.program, self._slots, self._compares_all
+        sampled = program.firsts if whole else program.samples
         samples: dict[int, Tensor] = {}
         for number in numbers:
-            slot = self._slots[number]
+            slot = slots[number]
             if slot is not None and slot.tensor is not None:
-                value = program.trace.entries[number].value
-                if value in sampled and value not in taken:
-                    samples.setdefault(value, slot.tensor)
+                if number in sampled:
+                    samples[sampled[number]] = slot.tensor
                 slot.tensor = None
         if samples:
             with below_everything():
                 for value, tensor in samples.items():
-                    sample = Sample.take(value, program.trace.values[value], tensor, whole=self._compares_all)
+                    sample = Sample.take(value, program.trace.values[value], tensor, whole=whole)
                     if sample is not None:
-                        taken[value] = sample
+                        self._samples[value] = sample
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""

@@ -156,7 +156,8 @@ class Program:
     near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     stays: set[int] = field(default_factory=set)  # entries that turned out to be weights, or casts of such
-    ends: tuple[int, ...] = ()  # dropped values of which samples are compared
+    firsts: dict[int, int] = field(default_factory=dict)  # dropped values, by the entry that saves each first
+    samples: dict[int, int] = field(default_factory=dict)  # those of them of which samples are compared
     dropped_bytes: int = 0
     _runs: dict[tuple[int, ...], list[tuple[Step, tuple[int, ...]]]] = field(default_factory=dict)
 
@@ -182,9 +183,15 @@ class Program:
         self._count()
         self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
+        first: dict[int, int] = {}
         makers = [(step.node, value) for step in self.steps.values() for _, value in step.made]
         ends = [value for _, value in makers if value in self.dropped and value not in used]
-        self.ends = tuple(sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED])
+        ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
+        for number, entry in reversed([*enumerate(trace.entries)]):
+            if entry.value in self.dropped:
+                first[entry.value] = number
+        self.firsts = {number: value for value, number in first.items()}
+        self.samples = {first[value]: value for value in ends}
 
     # What is dropped
 
