@@ -84,7 +84,8 @@ def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
     plan = data.draw(plans(groups))
     seconds = data.draw(st.one_of(st.none(), st.floats(0, 1e6)))
     names = tuple(data.draw(st.text(max_size=3)) for _ in range(groups))
-    saved = GroupPlan(names, plan, tuple(range(groups)), seconds, None, data.draw(st.one_of(st.none(), st.just(5))))
+    peak, holds = data.draw(st.one_of(st.none(), st.just(5))), data.draw(st.booleans())
+    saved = GroupPlan(names, plan, tuple(range(groups)), seconds, None, peak, holds=holds)
     path = tmp_path_factory.getbasetemp() / "plan.json"
     saved.save(path)
     loaded = GroupPlan.load(str(path))

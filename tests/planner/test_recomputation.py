@@ -219,3 +219,21 @@ def test_operators_timed_one_by_one_take_no_longer_than_all_of_them():
     total = sum(of.seconds for of in OPERATORS)
     assert sum(of.seconds for of in within(slow, total)) == pytest.approx(total)
     assert within(OPERATORS, total) == OPERATORS
+
+
+def test_values_are_held_where_that_fits():
+    plain = LayerCost.even(GIB, forward=0.010, backward=0.020)
+    again = LayerCost.even(GIB // 64, forward=0.010, backward=0.033)
+    held = replace(again, backward=0.030, backward_temporary=GIB // 2)
+    group = Variant(plain), Variant(again, (), held)
+    known = names(8), [group] * 8, Link(1e9, 1e9)
+    least = choose(*known, limit=0)
+    assert not least.holds
+    assert least.peak_bytes < GIB // 2
+    plan = choose(*known, limit=2 * GIB)
+    assert plan.holds
+    assert plan.peak_bytes <= 2 * GIB
+    lean = choose(names(8), [(Variant(plain), Variant(again, ()))] * 8, Link(1e9, 1e9), limit=2 * GIB)
+    assert not lean.holds
+    assert plan.seconds < lean.seconds
+    assert {each.holds for each in frontier(*known)} == {False, True}

@@ -87,3 +87,17 @@ def test_nothing_to_save():
     (way,) = replay_ways(WHOLE, (operator(0, 1.0, 0),))
     assert way.cost == WHOLE
     assert way.saves is None
+
+
+def test_what_is_held_is_made_once():
+    """The second operator runs once more for its own segment, unless its output stays on the device."""
+    operators = [operator(k, 0.25, 256) for k in range(4)]
+    operators[1] = replace(operators[1], twice=256)
+    plain, *others = replay_ways(WHOLE, tuple(operators))
+    last = others[-1]
+    assert plain.held is None
+    assert plain.cost.backward == pytest.approx(WHOLE.backward - 5 * 0.25)
+    assert (last.cost.backward, last.held.backward) == pytest.approx((WHOLE.backward, WHOLE.backward - 0.25))
+    assert last.held.backward_temporary == last.cost.backward_temporary + 256
+    assert last.held.host_backward == pytest.approx(WHOLE.host_backward - WHOLE.host_forward / 4)
+    assert all(way.held is None for way in others if "mm#1" in way.saves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies
+from recomputing import COSTLY, WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
 from torch import Tensor, nn
 from whole_model import offload
 
@@ -40,9 +40,31 @@ def test_steps(block, policy, fraction):
     check(lambda: Net(block), policy=policy, fraction=fraction, freed=0.45 if policy is True else 0.2)
 
 
-@policies
 @fractions
-def test_gradients_of_a_part_of_the_inputs(policy, fraction):
+def test_steps_in_which_all_that_is_made_again_is_held(fraction):
+    check(lambda: Net(dropping), fraction=fraction, holds=True)
+
+
+@pytest.mark.parametrize(("holds", "calls"), [(False, 6), (True, 2)])
+def test_held_values_are_made_once(holds, calls):
+    """Otherwise the norm and the activation of a block are made again each time that backward comes to them."""
+    counted = []
+
+    def use(model):
+        found = train(model, 4)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found += train(model, 1, 4)
+        counted.append(sum(event.name in ("aten::native_layer_norm", "aten::silu") for event in profile.events()))
+        return found
+
+    check(lambda: Net(Block), use, holds=holds)
+    without, replayed = counted
+    assert replayed - without == 4 * calls
+
+
+@pytest.mark.parametrize(("policy", "holds"), [(True, False), (COSTLY, False), (True, True)])
+@fractions
+def test_gradients_of_a_part_of_the_inputs(policy, fraction, holds):
     def use(model):
         found = []
         for k in range(4):
@@ -54,7 +76,7 @@ def test_gradients_of_a_part_of_the_inputs(policy, fraction):
             del loss
         return found
 
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction, holds=holds)
 
 
 @policies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import composing
@@ -81,6 +82,7 @@ def check(
     policy: Any = True,
     fraction: float = 0.0,
     freed: float | None = None,
+    holds: bool = False,
     **options: Any,
 ) -> Any:
     """Compare the bits that a program gives with replay with those that it gives without offload.
@@ -96,6 +98,8 @@ def check(
     freed : float, optional
         The part of the bytes of a forward that replay frees, at least; where it is 0, at most.  By default more
         than nothing; looked at where nothing is offloaded.
+    holds : bool
+        Whether what is made again stays until its last use, as a plan may say.
     """
     torch.manual_seed(0)
     model = make().to(helpers.PLACE)
@@ -105,6 +109,10 @@ def check(
     torch.manual_seed(0)
     model = make().to(helpers.PLACE)
     handle = offload(model, layers="blocks.?", recompute=policy, fraction=fraction, **options)
+    if holds:
+        plan = replace(handle.plan, holds=True)
+        handle.remove()
+        handle = offload(model, plan=plan, fraction=None, **options)
     gc.collect()
     gc.disable()  # what is freed here is freed by reference counts
     try:

@@ -412,6 +412,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
     """Return the operators of a program, of which each takes some seconds."""
     values, sources = program.trace.values, program.sources
     saved = {entry.value for entry in program.trace.entries}
+    last = max((entry.segment for entry in program.trace.entries if entry.value in program.dropped), default=0)
     place = {number: k for k, number in enumerate(program.steps)}
     costs = []
     for step, own in zip(program.steps.values(), seconds, strict=True):
@@ -420,6 +421,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
         sizes = tuple(
             values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
         )
+        freed = [value for value in made if value in program.dropped and value not in program.held]
         kept = 0
         of_weights = step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads)
         if of_weights or step.node.operator is same:
@@ -436,6 +438,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
                 segment=step.node.segment,
                 kept=kept,
                 gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
+                twice=sum(values[value].nbytes for value in freed) if step.node.segment != last else 0,
             )
         )
     return costs

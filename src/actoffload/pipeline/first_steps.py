@@ -348,7 +348,7 @@ class FirstSteps:
             groups = zip(found.names[stage.index], plain.groups, whole.groups, splits, strict=True)
             again[stage.index] = [
                 tuple(
-                    replace(way, cost=way.cost.in_batches(self._backend.batch))
+                    way.map(lambda cost: cost.in_batches(self._backend.batch))
                     for way in _ways(before, cost, operators.get(ran[name], ()), split)
                 )
                 for name, before, cost, split in groups

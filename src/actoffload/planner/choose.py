@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
+from typing import Any
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
 from .._text import size
@@ -96,7 +97,7 @@ def choose(
         check_bytes(without_bytes=without_bytes)
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
-    model = _Model(tuple(names), groups, link, host_seconds, among, host_limit)
+    model = _Models(tuple(names), groups, link, host_seconds, among, host_limit)
     without = model.peak_bytes if without_bytes is None else without_bytes
     plan = model.best(most)
     because = ""
@@ -143,7 +144,7 @@ def frontier(
     _check(names, groups, link, host_seconds, among, host_limit)
     check_whole(points=points, least=1)
 
-    model = _Model(tuple(names), groups, link, host_seconds, among, host_limit)
+    model = _Models(tuple(names), groups, link, host_seconds, among, host_limit)
     leanest, kept = model.best(0), model.best(inf)
     low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
     limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
@@ -180,6 +181,30 @@ def _check(
         )
 
 
+class _Models:
+    """The searches with all that is made again held until its last use, and where nothing fits then, without that."""
+
+    def __init__(self, names: tuple[str, ...], groups: Sequence[Sequence[Variant]], *known: Any) -> None:
+        held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
+        self._found = [_Model(names, held, *known)]
+        self._lean = partial(_Model, names, groups, *known)
+        self._holds = any(way.held for group in groups for way in group)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak without offloading and recomputation."""
+        return self._found[0].peak_bytes
+
+    def best(self, limit: float) -> GroupPlan:
+        """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
+        plan = replace(self._found[0].best(limit), holds=self._holds)
+        if self._holds and (plan.peak_bytes or 0) > limit:
+            if len(self._found) == 1:
+                self._found.append(self._lean())
+            plan = self._found[1].best(limit)
+        return plan
+
+
 class _Model:
     """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
 
@@ -200,7 +225,7 @@ class _Model:
         self.baseline_seconds, self.peak_bytes = self._ranks.seconds, self._ranks.choices[0].profile.peak_bytes
 
     def best(self, limit: float) -> GroupPlan:
-        """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
+        """Return the fastest plan within a limit, or with about the smallest peak."""
         ranks = self._ranks
         ranks.use({})
         if self.peak_bytes <= limit:

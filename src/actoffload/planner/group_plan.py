@@ -44,6 +44,9 @@ class GroupPlan:
     saves : tuple
         For each group None if it is not recomputed, otherwise the names of the operators whose outputs are saved, such
         as ``aten.mm.default#0`` for the first matrix product; empty if no group is recomputed.
+    holds : bool
+        Whether what is made again stays on the device until its last use.  Otherwise what is cheap to make is freed and
+        made once more, which takes less memory.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class GroupPlan:
     recomputed_nbytes: tuple[int, ...] = ()
     recompute_seconds: float = 0.0
     saves: tuple[tuple[str, ...] | None, ...] = ()
+    holds: bool = False
 
     def __post_init__(self) -> None:
         check_kinds(str, names=self.names)
@@ -131,7 +135,8 @@ class GroupPlan:
         nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
         less = tuple(0 if k is None else self.recomputed_nbytes[k] for k in earlier) if self.recomputed_nbytes else ()
         saves = tuple(None if k is None else self.saves[k] for k in earlier) if self.saves else ()
-        return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less, saves=saves)
+        found = GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less, saves=saves)
+        return replace(found, holds=self.holds)
 
     def __str__(self) -> str:
         offloaded, again = set(self.offloaded), set(self.recomputed)
@@ -225,6 +230,7 @@ def _read(content: dict[str, Any]) -> GroupPlan:
         recomputed_nbytes=tuple(map(number, content.get("recomputed_nbytes", ()))),
         recompute_seconds=number(content.get("recompute_seconds", 0.0), int, float),
         saves=tuple(None if names is None else tuple(map(str, names)) for names in content.get("saves", ())),
+        holds=content.get("holds") is True,
     )
 
 

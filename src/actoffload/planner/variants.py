@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -61,6 +61,9 @@ class OperatorCost:
         that another operator makes too.
     gradient : int
         Bytes of its largest saved output, for which backward makes a gradient; 0 if it is no output.
+    twice : int
+        Bytes of its saved results that backward makes for a later segment, frees, and makes again for this one, unless
+        they are held.
     """
 
     name: str
@@ -73,6 +76,7 @@ class OperatorCost:
     segment: int = 0
     kept: int = 0
     gradient: int = 0
+    twice: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +103,8 @@ class Variant:
     saves : tuple of str, optional
         Names of the operators whose outputs are saved where the group is recomputed; empty if all of it is run again.
         None for a group that is not recomputed.
+    held : LayerCost, optional
+        What it costs if all that is made again stays on the device until its last use; None if that is the same.
     read_again : int, optional
         Bytes of what it saves that the weight backward of a split backward reads; None for as many as are known of the
         group without recomputation.
@@ -106,7 +112,12 @@ class Variant:
 
     cost: LayerCost
     saves: tuple[str, ...] | None = None
+    held: LayerCost | None = None
     read_again: int | None = None
+
+    def map(self, change: Callable[[LayerCost], LayerCost]) -> Variant:
+        """Return the way with its costs changed by a function."""
+        return replace(self, cost=change(self.cost), held=None if self.held is None else change(self.held))
 
 
 def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
@@ -145,7 +156,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     part within a segment.
     """
     order = _worth_in_order(operators)
-    every, total = seconds_again(operators, ()), sum(each.seconds for each in operators)
+    every, total = _seconds_again(operators, ()), sum(each.seconds for each in operators)
     largest, gradient = _transient(operators, ()), max((each.gradient for each in operators), default=0)
     # Less than a segment may lie on the device at a time, so that its bytes hide those of the gradients.
     hidden = max(whole.backward_temporary - largest, min(gradient, whole.backward_temporary - gradient), 0)
@@ -153,7 +164,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     found = []
     for number in (len(order), *_steps([each.nbytes for each in order], STEPS)):
         names = {each.name for each in order[:number]}
-        again = seconds_again(operators, names)
+        again = _seconds_again(operators, names)
         transient = _transient(operators, names)
         backward = max(whole.backward - (every - again), whole.forward)
         saved = list(whole.saved)
@@ -163,6 +174,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
                 saved += [Saved(nbytes, min(place, 1.0), max(1.0 - place, 0.0)) for nbytes in each.own]
         saved.sort(key=lambda each: each.saved_at)
         spared = whole.host_forward * (1 - count_again(operators, names) / max(count_again(operators, ()), 1))
+        repeated = _repeated(operators, names)
         cost = replace(
             whole,
             backward=backward,
@@ -171,11 +183,28 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
             forward_temporary=min(max(whole.forward_temporary - largest, 0) + transient, whole.forward_temporary),
             backward_temporary=min(hidden + transient, whole.backward_temporary),
         )
-        found.append(Variant(cost, tuple(each.name for each in order[:number])))
+        held = replace(
+            cost,
+            backward=max(backward - sum(each.seconds for each in repeated), whole.forward),
+            backward_temporary=cost.backward_temporary + sum(each.twice for each in repeated),
+            host_backward=max(cost.host_backward - whole.host_forward * len(repeated) / len(operators), 0.0),
+        )
+        found.append(Variant(cost, tuple(each.name for each in order[:number]), held=held if repeated else None))
     if not order:
         return (Variant(whole),)
     plain = replace(found[0].cost, kept_bytes=whole.kept_bytes + sum(each.kept for each in operators))
     return (Variant(plain), *(found if plain != found[0].cost else found[1:]))
+
+
+def _seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
+    """Return how long those take that run again, some of them twice."""
+    return seconds_again(operators, saved) + sum(each.seconds for each in _repeated(operators, saved))
+
+
+def _repeated(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[OperatorCost]:
+    """Return the operators that run twice again, unless what they make is held."""
+    pairs = zip(operators, _again(operators, saved), strict=True)
+    return [each for each, again in pairs if again and each.twice and each.name not in saved]
 
 
 def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bool]:

@@ -61,12 +61,20 @@ class Policy:
         Operators of which no call is run again.
     given : callable, optional
         A policy of the program, called with the tensors of each operator while a call is traced.
+    holds : bool
+        Whether each value that is made again stays until its last use.  Otherwise those that are cheap to make are
+        freed and made once more, see `program` [Note: what is held].
     """
 
     def __init__(
-        self, names: Collection[str] = (), operators: Collection[Any] = (), given: Callable[..., Any] | None = None
+        self,
+        names: Collection[str] = (),
+        operators: Collection[Any] = (),
+        given: Callable[..., Any] | None = None,
+        *,
+        holds: bool = False,
     ) -> None:
-        self.names, self.operators, self.given = frozenset(names), frozenset(operators), given
+        self.names, self.operators, self.given, self.holds = frozenset(names), frozenset(operators), given, holds
         self.kept: dict[str, None] = {}  # names of the operators that are not run again, as far as calls have shown
 
     def keeps(self, operator: Any, name: str) -> bool:
@@ -149,13 +157,13 @@ def names_of(policy: Policy) -> tuple[str, ...]:
 
 
 @cache  # blocks are alike, and programs are found by their policy
-def _saving(names: tuple[str, ...]) -> Policy:
-    return Policy(names) if names else everything
+def _saving(names: tuple[str, ...], holds: bool) -> Policy:
+    return Policy(names, holds=holds) if names or holds else everything
 
 
-def saving(names: Iterable[str]) -> Policy:
+def saving(names: Iterable[str], *, holds: bool = False) -> Policy:
     """Return the policy by which results of the operators with some names stay; the same one for the same names."""
-    return _saving(tuple(names))
+    return _saving(tuple(names), holds)
 
 
 # What no policy allows

@@ -273,7 +273,7 @@ class Findings:
         before, scaled = self.allocated_before - self.more, []
         for group, gradients in zip(ways, self.gradients, strict=True):
             fixed = [before + nbytes for nbytes in gradients]
-            scaled.append(tuple(replace(way, cost=scaled_cost(way.cost, factor, fixed)) for way in group))
+            scaled.append(tuple(way.map(partial(scaled_cost, factor=factor, fixed=fixed)) for way in group))
         choose = partial(self.choose.func, names, scaled, link, **{**self.choose.keywords, "without_bytes": None})
         excess = math.ceil(max(factor, 1.0) * self.excess)
         return replace(self, choose=choose, excess=excess, outside=factor * self.outside)

@@ -287,7 +287,7 @@ class Script:
             else:
                 found.append((Variant(cost),))
         batch = self._backend.batch
-        return [tuple(replace(way, cost=way.cost.in_batches(batch)) for way in group) for group in found]
+        return [tuple(way.map(lambda cost: cost.in_batches(batch)) for way in group) for group in found]
 
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
@@ -355,7 +355,7 @@ class Script:
                 return self._as_timed(plan, seconds)
             tried.append((replace(plan, peak_bytes=peak), seconds))
             other = plan if peak <= limit else found.chosen()
-            if other.plan == plan.plan and other.saves == plan.saves:
+            if (other.plan, other.saves, other.holds) == (plan.plan, plan.saves, plan.holds):
                 break
             plan = other
         fitting = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
@@ -379,19 +379,20 @@ class Script:
             return plan
         saves = tuple(group[-1].saves for group in ways)
         less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
-        again = sum(max(group[-1].cost.backward - group[0].cost.backward, 0.0) for group in ways)
         for _ in range(TRIES):
             # The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
             costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
+            longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
+            again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
             whole = replace(
                 found.expected(costs),
                 saves=saves,
                 recomputed_nbytes=less,
-                recompute_seconds=again,
+                recompute_seconds=sum(max(each, 0.0) for each in again),
                 baseline_seconds=plan.baseline_seconds,
                 because=plan.because,
             )
-            same = whole.plan == plan.plan and whole.saves == plan.saves
+            same = (whole.plan, whole.saves, whole.holds) == (plan.plan, plan.saves, plan.holds)
             if same or (costs.peak_bytes or inf) > limit - excess:
                 break
             found.plan = whole

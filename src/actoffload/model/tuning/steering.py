@@ -103,7 +103,7 @@ class RolesOfPlan:
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
         self.recompute: Mapping[int, Policy] = {
-            k: saving(policy) for k, name in enumerate(names) if (policy := saves.get(name)) is not None
+            k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
         }
         # What a later group saves drives an incremental release, so that has to be seen too.
         self.incremental = any(
