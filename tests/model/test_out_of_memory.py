@@ -14,7 +14,7 @@ from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 
 from actoffload._text import size
 from actoffload.device import ReferenceDevice
-from actoffload.replay.call import Slot
+from actoffload.replay.remake import Slot
 from actoffload.report import memory
 
 MIB = 2**20

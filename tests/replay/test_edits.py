@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recomputing import BLOCKS, WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
+from recomputing import BLOCKS, WIDTH, Mlp, Net, all_policies, batch, check, fractions, gradients, policies, train
 from torch import nn
 from whole_model import offload
 
@@ -87,7 +87,7 @@ def test_what_replay_reads_may_not_be_edited_either(settled):
             loss.backward()
 
 
-@policies
+@all_policies
 @fractions
 def test_edits_behind_backward(policy, fraction):
     def use(model):
@@ -106,7 +106,7 @@ def test_edits_behind_backward(policy, fraction):
     check(lambda: Net(Edited), use, policy=policy, fraction=fraction)
 
 
-@policies
+@all_policies
 @fractions
 def test_groups_that_edit_their_inputs(policy, fraction):
     """The edits change nothing in the first steps, so that the proof shows nothing."""

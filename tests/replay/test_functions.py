@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recomputing import WIDTH, Net, batch, check, fractions, policies, train
+from recomputing import WIDTH, Net, all_policies, batch, check, fractions, policies, train
 from torch import Tensor, nn
 from whole_model import equal, offload
 
@@ -168,7 +168,7 @@ PURE = {
 }
 
 
-@policies
+@all_policies
 @fractions
 @pytest.mark.parametrize("kind", PURE)
 def test_functions(kind, policy, fraction):
@@ -316,7 +316,7 @@ IMPURE = {
 }
 
 
-@policies
+@all_policies
 @fractions
 @pytest.mark.parametrize("kind", IMPURE)
 def test_functions_that_are_not_pure(kind, policy, fraction):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import COSTLY, WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
+from recomputing import HELD, WIDTH, Mlp, Net, all_policies, batch, check, fractions, gradients, policies, train
 from torch import Tensor, nn
 from whole_model import offload
 
@@ -33,20 +33,15 @@ def dropping() -> Block:
 
 
 @pytest.mark.usefixtures("place")
-@policies
+@all_policies
 @fractions
 @pytest.mark.parametrize("block", [Mlp, Block, dropping])
 def test_steps(block, policy, fraction):
-    check(lambda: Net(block), policy=policy, fraction=fraction, freed=0.45 if policy is True else 0.2)
+    check(lambda: Net(block), policy=policy, fraction=fraction, freed=0.45 if policy in (True, HELD) else 0.2)
 
 
-@fractions
-def test_steps_in_which_all_that_is_made_again_is_held(fraction):
-    check(lambda: Net(dropping), fraction=fraction, holds=True)
-
-
-@pytest.mark.parametrize(("holds", "calls"), [(False, 6), (True, 2)])
-def test_held_values_are_made_once(holds, calls):
+@pytest.mark.parametrize(("policy", "calls"), [(True, 6), (HELD, 2)])
+def test_held_values_are_made_once(policy, calls):
     """Otherwise the norm and the activation of a block are made again each time that backward comes to them."""
     counted = []
 
@@ -57,14 +52,14 @@ def test_held_values_are_made_once(holds, calls):
         counted.append(sum(event.name in ("aten::native_layer_norm", "aten::silu") for event in profile.events()))
         return found
 
-    check(lambda: Net(Block), use, holds=holds)
+    check(lambda: Net(Block), use, policy=policy)
     without, replayed = counted
     assert replayed - without == 4 * calls
 
 
-@pytest.mark.parametrize(("policy", "holds"), [(True, False), (COSTLY, False), (True, True)])
+@all_policies
 @fractions
-def test_gradients_of_a_part_of_the_inputs(policy, fraction, holds):
+def test_gradients_of_a_part_of_the_inputs(policy, fraction):
     def use(model):
         found = []
         for k in range(4):
@@ -76,10 +71,10 @@ def test_gradients_of_a_part_of_the_inputs(policy, fraction, holds):
             del loss
         return found
 
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction, holds=holds)
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
 
 
-@policies
+@all_policies
 @fractions
 def test_input_gradients_first_and_weight_gradients_later(policy, fraction):
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
@@ -153,7 +148,7 @@ def test_autocast_inside_of_a_group(policy):
     check(lambda: Net(Cast), policy=policy)
 
 
-@policies
+@all_policies
 @fractions
 def test_a_layer_that_is_called_several_times(policy, fraction):
     class Shared(Net):

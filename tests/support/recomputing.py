@@ -27,7 +27,10 @@ _aten = torch.ops.aten
 COSTLY = [_aten.mm.default, _aten.addmm.default, _aten._scaled_dot_product_flash_attention_for_cpu.default]
 POLICIES = {"everything": True, "cheap": COSTLY}
 
+HELD = "held"  # everything, of which all that is made again stays until its last use, as a plan may say
+
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+all_policies = pytest.mark.parametrize("policy", [*POLICIES.values(), HELD], ids=[*POLICIES, HELD])
 fractions = pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["kept", "offloaded"])
 
 Use = Callable[[nn.Module], Sequence[Tensor]]
@@ -82,7 +85,6 @@ def check(
     policy: Any = True,
     fraction: float = 0.0,
     freed: float | None = None,
-    holds: bool = False,
     **options: Any,
 ) -> Any:
     """Compare the bits that a program gives with replay with those that it gives without offload.
@@ -94,12 +96,10 @@ def check(
     use : callable
         Runs the model and returns tensors, several times: in the first calls programs are found and proven.
     policy, fraction
-        Arguments of `offload`.
+        Arguments of `offload`; or `HELD`.
     freed : float, optional
         The part of the bytes of a forward that replay frees, at least; where it is 0, at most.  By default more
         than nothing; looked at where nothing is offloaded.
-    holds : bool
-        Whether what is made again stays until its last use, as a plan may say.
     """
     torch.manual_seed(0)
     model = make().to(helpers.PLACE)
@@ -108,8 +108,9 @@ def check(
     without = bytes_after_forward(model)
     torch.manual_seed(0)
     model = make().to(helpers.PLACE)
-    handle = offload(model, layers="blocks.?", recompute=policy, fraction=fraction, **options)
-    if holds:
+    recompute = True if policy == HELD else policy
+    handle = offload(model, layers="blocks.?", recompute=recompute, fraction=fraction, **options)
+    if policy == HELD:
         plan = replace(handle.plan, holds=True)
         handle.remove()
         handle = offload(model, plan=plan, fraction=None, **options)

@@ -5,8 +5,9 @@ program runs as far as the tensor needs that is read.  On the way it makes value
 are expensive to make are *held* until they are not needed: results of matrix products, attention and functions, and
 what takes more than `CHEAP` operators.  Of the others, those stay for a while that several tensors of one *segment*
 need, which is what one module directly inside of the group saves.  All else is freed at once, and made again when it is
-read.  So the MLP of a block is made again, used and freed before its attention is.  A policy that `holds` holds
-everything: each operator runs once, and a block of a Llama takes an eighth to a fourth more memory.
+read.  So the MLP of a block is made again, used and freed before its attention is.  By a policy that `holds`,
+everything is made once: a block of a Llama takes an eighth to a fourth more memory, see `call` [Note: values that are
+held].
 
 `[Note: counts]`  A held value, or a source of the program, is needed by each dropped value that is made from it by
 cheap operators until backward has read that, and by each held value until that is made.  The counts decide when memory
@@ -161,6 +162,7 @@ class Program:
     samples: dict[int, int] = field(default_factory=dict)  # those of them of which samples are compared
     dropped_bytes: int = 0
     _runs: dict[tuple[int, ...], list[tuple[Step, tuple[int, ...]]]] = field(default_factory=dict)
+    _every_run: list[tuple[Step, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -303,7 +305,9 @@ class Program:
                     cost += costs[value]
                     found |= below[value]
                     steps |= path[value]
-            expensive = self.policy.holds or cost > CHEAP or _is_expensive(step.node)
+            operator = step.node.operator
+            known = operator not in COSTLY and not isinstance(operator, FunctionCall)
+            expensive = cost > CHEAP or not known or getattr(operator, "namespace", "aten") != "aten"
             for _, value in step.made:
                 costs[value], below[value], path[value] = cost, found, steps
                 if expensive:
@@ -404,6 +408,20 @@ class Program:
             for place, value in step.made:
                 values[value] = outputs[place]
 
+    def every_run(self) -> list[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
+        """Return all operators in order, with the sources that each is the first to read, and what none needs later."""
+        if not self._every_run:
+            steps = [self.steps[number] for number in sorted(self.steps)]
+            values = [dict.fromkeys((*(value for _, value in step.made), *step.reads)) for step in steps]
+            last = {value: place for place, mentioned in enumerate(values) for value in mentioned}
+            there: set[int] = set()
+            for place, (step, mentioned) in enumerate(zip(steps, values, strict=True)):
+                sources = tuple(value for value in step.sources if value not in there)
+                unneeded = tuple(v for v in mentioned if last[v] == place and v not in self.dropped)
+                self._every_run.append((step, sources, unneeded))
+                there.update(sources)
+        return self._every_run
+
     def to_run(self, target: int, present: Collection[int]) -> list[tuple[Step, tuple[int, ...]]]:
         """Return the operators that make a value from the sources and from the values that are present, in order.
 
@@ -477,10 +495,3 @@ def _filled(given: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(given, _Read):
         return on_value(values[given.value], given)
     return [_filled(each, values) for each in given] if isinstance(given, list) else given
-
-
-def _is_expensive(node: Node) -> bool:
-    operator = node.operator
-    if operator in COSTLY or isinstance(operator, FunctionCall):
-        return True
-    return getattr(operator, "namespace", "aten") != "aten"
