@@ -6,11 +6,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import COSTLY, ROWS, WIDTH, Linear, Net, batch, check, clean, fractions, gradients, policies, train
+from recomputing import (
+    COSTLY,
+    ROWS,
+    WIDTH,
+    Linear,
+    Net,
+    batch,
+    bytes_after_forward,
+    check,
+    clean,
+    fractions,
+    gradients,
+    policies,
+    train,
+)
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import flex_attention
 from whole_model import equal, offload
+
+from actoffload.device import ReferenceDevice
 
 
 class Dropout(Linear):
@@ -343,3 +359,23 @@ class Reversible(nn.Module):
 @fractions
 def test_memory_that_the_program_frees_and_fills(policy, fraction):
     check(lambda: Net(Reversible), policy=policy, fraction=fraction, freed=-1.0)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_is_saved_on_another_stream_stays(aside):
+    """Its backward runs on that stream, where nothing waits for what replay has made on the stream of the call."""
+    device = ReferenceDevice()
+    main, side = device.current_stream(torch.device("cpu")), device.new_stream(torch.device("cpu"))
+
+    class Branches(Linear):
+        def forward(self, x):
+            y = torch.sin(super().forward(x))
+            with device.on(side if aside else main):
+                z = y * self.weight[0]
+            return x + z + y.cos()
+
+    model = Net(Branches)
+    offload(model, device=device, layers="blocks.?", recompute=True, fraction=0.0)
+    train(model)
+    dropped = bytes_after_forward(Net(Branches)) - bytes_after_forward(model)
+    assert dropped == 4 * ROWS * WIDTH * 4 * (1 if aside else 2), "the argument of the sine, and its result"

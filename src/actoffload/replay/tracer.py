@@ -414,7 +414,8 @@ class Tracer(_Base):  # type: ignore[misc]
         """Note a tensor that autograd saves."""
         function = self._function
         with no_torch_dispatch():
-            if type(tensor) not in _PLAIN or not _has_memory(tensor) or _is_weight(tensor):
+            elsewhere = self._stream() != self._at  # [guard: reads of another stream] backward would make it there
+            if elsewhere or type(tensor) not in _PLAIN or not _has_memory(tensor) or _is_weight(tensor):
                 if function is not None:
                     function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
                 entry = Entry(UNKNOWN, None, self.segment, False)
