@@ -145,7 +145,7 @@ def test_measuring(call: Callable[[], object], expected: str):
             "send_latency is nan; expected sec",
         ),
         (lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, names=5), "names is 5; expected a Mapping."),
-        (lambda: planner.GroupPlan("abcd", 5, (1,) * 4), "plan is 5; expected a Plan."),
+        (lambda: schedule.Plan(4, names=5), "names is 5; expected a sequence of str."),
     ],
 )
 def test_schedules(call: Callable[[], object], expected: str):

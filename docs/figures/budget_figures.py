@@ -15,7 +15,7 @@ from schedule_figures import GIB
 from sphinx.application import Sphinx
 
 import actoffload
-from actoffload.planner import GroupPlan, Variant, choose, frontier
+from actoffload.planner import Variant, choose, frontier
 from actoffload.report.plots import LINES
 from actoffload.schedule import LayerCost, Link, Plan, simulate
 
@@ -34,7 +34,7 @@ LIMITS = range(1, 12)  # GiB
 Point = tuple[float, float]  # peak in GiB, and time as a ratio to that without offloading and recomputation
 
 
-def _point(plan: GroupPlan) -> Point:
+def _point(plan: Plan) -> Point:
     assert plan.peak_bytes is not None
     assert plan.seconds is not None
     assert plan.baseline_seconds

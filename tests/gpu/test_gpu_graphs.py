@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from whole_model import equal
 
 import actoffload
-from actoffload.planner import GroupPlan
 from actoffload.report import Reason
 from actoffload.schedule import Action, Do, Event, Plan, When
 
@@ -43,12 +42,12 @@ ROWS = 2048
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def early_release() -> GroupPlan:
+def early_release() -> Plan:
     """Return a plan that releases in backward, as plans for a budget may."""
     calls = [(Event(When.FORWARD_END, k), Action(Do.OFFLOAD, k)) for k in range(5)]
     calls += [(Event(When.BACKWARD_START, 7), Action(Do.RELEASE, k)) for k in range(5)]
     calls += [(Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)) for k in range(5)]
-    return GroupPlan(tuple(f"blocks.{k}" for k in range(8)), Plan.of(8, calls), (NBYTES,) * 8)
+    return Plan.of(8, calls, names=tuple(f"blocks.{k}" for k in range(8)), nbytes=(NBYTES,) * 8)
 
 
 WAYS: dict[str, Way] = {

@@ -149,7 +149,7 @@ def test_the_peak_drops_by_the_offloaded_bytes(num_layers: int) -> None:
     assert statistics.bytes_offloaded == num_layers * NBYTES
     assert 1.0 <= statistics.host_bytes / statistics.bytes_offloaded <= 1.05
     costs = [LayerCost(1.0, 2.0, (Saved(NBYTES, saved_at=0.0),))] * 12
-    planned = simulate(handle.plan.plan, costs, Link(d2h=float("inf"), h2d=float("inf")))
+    planned = simulate(handle.plan, costs, Link(d2h=float("inf"), h2d=float("inf")))
     # The stem saves its input, which is kept and not part of the plan.
     assert statistics.peak_resident_bytes == planned.peak_bytes + NBYTES
 

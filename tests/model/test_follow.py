@@ -17,7 +17,6 @@ import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.engine.passes import ModelPass
 from actoffload.model import follow
-from actoffload.planner import GroupPlan
 from actoffload.report import Reason
 from actoffload.schedule import Action, Do, Event, Plan, When
 
@@ -188,7 +187,7 @@ def test_saved_tensor_hooks_are_installed_in_the_groups_that_a_plan_offloads_alo
         )
     ]
     names = tuple(f"blocks.{k}" for k in range(6))
-    handle = offload(model, plan=GroupPlan(names, Plan.of(6, calls), (2 * UNIT,) * 6))
+    handle = offload(model, plan=Plan.of(6, calls, names=names, nbytes=(2 * UNIT,) * 6))
     want = [True] * 6, [True, True, False, True, False, False]  # the first forward shows what is saved between groups
     for hooks in want:
         seen.clear()

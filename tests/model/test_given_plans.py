@@ -14,7 +14,6 @@ from whole_model import UNIT, Mlp, Wave, Waves, offload
 
 import actoffload
 from actoffload.model.follow import group_name, split_group_name
-from actoffload.planner import GroupPlan
 from actoffload.schedule import Plan
 
 ROWS = torch.randn(16, 32)
@@ -37,7 +36,7 @@ def bytes_offloaded(model: nn.Module, **arguments) -> int:
     return nbytes
 
 
-def plan_of(model: nn.Module, **arguments) -> GroupPlan:
+def plan_of(model: nn.Module, **arguments) -> Plan:
     with actoffload.offload(model, min_bytes=0, **arguments) as handle:
         model(ROWS).sum().backward()
         return handle.plan
@@ -82,7 +81,7 @@ def test_plans_of_wrapped_models_and_of_what_they_wrap(wrap, kind):
     for given in (model, wrapped, DataParallel(wrapped)):
         with actoffload.offload(given, plan=plan) as handle:
             assert handle.groups == handle.plan.names == plan.names
-            assert handle.plan.plan == plan.plan
+            assert handle.plan.steps == plan.steps
             assert "blocks.*: 3 of 6 offloaded" in str(handle)
 
 
@@ -117,14 +116,14 @@ def test_parts_of_groups_keep_their_numbers():
 
 
 def test_a_plan_of_no_module_of_the_model():
-    plan = GroupPlan(("layers.0", "layers.1"), Plan(2), (0, 0))
+    plan = Plan(2, names=("layers.0", "layers.1"), nbytes=(0, 0))
     expected = (
         r"^plan has the group 'layers\.0', which is no module of this Waves that runs: give a plan of the same model\."
     )
     for model in (Waves(), DataParallel(Waves())):
         with pytest.raises(ValueError, match=expected):
             offload(model, plan=plan)
-    lists = GroupPlan(("blocks",), Plan(1), (0,))
+    lists = Plan(1, names=("blocks",), nbytes=(0,))
     with pytest.raises(ValueError, match=r"^plan has the group 'blocks', which is no module of this Waves that"):
         offload(Waves(), plan=lists)
 
@@ -148,4 +147,4 @@ def test_a_plan_of_a_larger_model_names_the_blocks_that_are_there():
 
 
 def test_a_plan_that_keeps_everything_is_no_mistake():
-    assert not bytes_offloaded(Waves(), plan=GroupPlan(tuple(f"blocks.{k}" for k in range(6)), Plan(6), (0,) * 6))
+    assert not bytes_offloaded(Waves(), plan=Plan(6, names=tuple(f"blocks.{k}" for k in range(6)), nbytes=(0,) * 6))

@@ -21,16 +21,16 @@ from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision
 from actoffload.pipeline.planning import Measured, Tried
 from actoffload.pipeline.stages import Settings
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
-from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved
+from actoffload.planner import OperatorCost, Variant, choose
+from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 from actoffload.tune.exchange import Exchange, LostRankError, UnreadableError, read, written
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)
 VARIANT = Variant(COST, ("aten.mm.default#0",), read_again=3)
-PLAN = GroupPlan(
-    ("a", "b", "c"), DefaultSchedule(1, 3).plan(), (1, 2, 3), 0.3, None, 7, "µ", saves=(None, ("x",), None)
+PLAN = Plan(
+    3, DefaultSchedule(1, 3).plan().steps, ("a", "b", "c"), (1, 2, 3), 0.3, None, 7, "µ", saves=(None, ("x",), None)
 )
 
 EXAMPLES = [

@@ -194,7 +194,7 @@ def test_max_host_bytes_that_suffice():
 @pytest.mark.parametrize(("inflight", "distance", "ahead"), [(None, 3, 3), (1, 1, 2), (2, 2, 3), (3, 3, 3), (9, 3, 3)])
 def test_max_inflight(inflight, distance, ahead):
     handle, statistics = agrees(Waves(8), steps=1, num_layers=5, max_inflight=inflight)
-    plan = handle.plan.plan
+    plan = handle.plan
     for k in range(5):
         assert plan.find(Do.RELEASE, k).layer - k == distance
         assert plan.find(Do.RELOAD, k).layer - k == ahead

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from whole_model import UNIT, WIDTH, Wave, Waves, agrees, backward, data, equal, measured, offload, train
 
 from actoffload.device import ReferenceDevice
-from actoffload.planner import GroupPlan
 from actoffload.schedule import Action, Do, Event, Plan, When
 
 SAVES = Wave.SAVES * UNIT
@@ -239,7 +238,7 @@ def test_copies_of_a_captured_forward_have_ended_with_it(monkeypatch):
     calls = [(Event(When.FORWARD_END, k), Action(Do.OFFLOAD, k)) for k in range(3)]
     calls += [(Event(When.BACKWARD_START, 5), Action(Do.RELEASE, k)) for k in range(3)]
     model = Waves()
-    plan = GroupPlan(names([*range(6)]), Plan.of(6, calls), (SAVES,) * 6)
+    plan = Plan.of(6, calls, names=names([*range(6)]), nbytes=(SAVES,) * 6)
     handle = offload(model, plan=plan, layers=None)
     resident = []
     for captured in (False, False, True):

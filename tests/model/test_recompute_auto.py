@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import actoffload
 from actoffload.model.tuning.findings import Findings
-from actoffload.planner import GroupPlan
 from actoffload.schedule import Action, Do, Event, Plan, When
 
 MIB = 2**20
@@ -209,7 +208,7 @@ def test_what_a_recomputed_group_keeps_for_all_others_is_not_copied():
     ]
     offloaded = {}
     for saves in ((), None):
-        plan = GroupPlan(names, Plan.of(4, calls), (x.nbytes,) * 4, saves=(saves, None, None, None))
+        plan = Plan.of(4, calls, names=names, nbytes=(x.nbytes,) * 4, saves=(saves, None, None, None))
         handle = actoffload.offload(model, plan=plan, min_bytes=64)
         for _ in range(3):  # watched; followed as a whole; then the groups alone
             handle.reset_statistics()

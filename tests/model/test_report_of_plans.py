@@ -11,7 +11,6 @@ from timed_device import Timed, TimedBlock, TimedModel, offload, small, stages, 
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.planner import GroupPlan
 from actoffload.report import Report
 from actoffload.schedule import Action, Do, Event, Plan, When
 
@@ -139,7 +138,7 @@ class LargeBackward(TimedModel):
 
 def test_what_the_plan_frees_in_backward_is_not_expected_before():
     _model, handle = budgeted(1e6, 46 * MIB, LargeBackward, recompute=False)
-    events = [handle.plan.plan.find(Do.RELEASE, k) for k in handle.plan.offloaded]
+    events = [handle.plan.find(Do.RELEASE, k) for k in handle.plan.offloaded]
     late = [event for event in events if event.when is When.BACKWARD_START]
     assert 0 < len(late) < len(events)
     report = handle.report()
@@ -180,7 +179,7 @@ def given(*, released: Event, steps: int = 3, **more) -> Report:
     nbytes = (9 * UNIT, 9 * UNIT, UNIT, 5 * UNIT, 9 * UNIT, 9 * UNIT)
     less = (0, 0, 8 * UNIT, 4 * UNIT, 0, 0)
     saves = (None, None, (), ("aten.addmm.default#0",), None, None)
-    plan = GroupPlan(NAMES, Plan.of(6, calls), nbytes, recomputed_nbytes=less, saves=saves, **more)
+    plan = Plan.of(6, calls, names=NAMES, nbytes=nbytes, recomputed_nbytes=less, saves=saves, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = actoffload.offload(model, plan=plan, min_bytes=64)
@@ -229,7 +228,7 @@ def test_a_step_with_a_plan_that_was_given_is_recorded():
         (Event(When.FORWARD_END, 5), Action(Do.RELEASE, 0)),
         (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
     ]
-    plan = GroupPlan(tuple(f"blocks.{k}" for k in range(8)), Plan.of(8, calls), (BLOCK,) * 8)
+    plan = Plan.of(8, calls, names=tuple(f"blocks.{k}" for k in range(8)), nbytes=(BLOCK,) * 8)
     handle = offload(model, device, layers=None, plan=plan)
     for _ in range(3):
         step(model)

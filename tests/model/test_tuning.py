@@ -13,7 +13,6 @@ from whole_model import nothing_installed
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.model.tuning.ranks import WINDOW
-from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Plan
 
 MIB = 2**20
@@ -241,7 +240,7 @@ def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
     want = one()
     text = str(handle.plan)
     handle.remove()
-    for plan in (tmp_path / "plan.json", str(tmp_path / "plan.json"), GroupPlan.load(tmp_path / "plan.json")):
+    for plan in (tmp_path / "plan.json", str(tmp_path / "plan.json"), Plan.load(tmp_path / "plan.json")):
         handle = offload(model, device, layers=None, plan=plan)
         assert not handle.settling
         step(model)  # in which groups are traced
@@ -269,7 +268,7 @@ def test_a_saved_plan_with_other_groups(tmp_path):
 @pytest.mark.parametrize("more", [{"num_layers": 1}, {"fraction": 0.5}, {"max_inflight": 1}, {"layers": "blocks"}])
 def test_a_plan_and_something_else(more):
     _, model = tight()
-    plan = GroupPlan(("blocks.0", "blocks.1"), Plan(2), (0, 0))
+    plan = Plan(2, names=("blocks.0", "blocks.1"), nbytes=(0, 0))
     with pytest.raises(
         ValueError, match=r"^plan says what is offloaded: leave out layers, num_layers, fraction and max"
     ):
@@ -279,7 +278,7 @@ def test_a_plan_and_something_else(more):
 
 def test_a_plan_of_another_model(tmp_path):
     _, model = tight()
-    plan = GroupPlan(("blocks.0", "blocks.9"), Plan(2), (0, 0))
+    plan = Plan(2, names=("blocks.0", "blocks.9"), nbytes=(0, 0))
     with pytest.raises(ValueError, match=r"blocks\.9"):
         actoffload.offload(model, plan=plan)
     with pytest.raises(FileNotFoundError):

@@ -27,7 +27,6 @@ from actoffload.device import use
 from actoffload.model.follow import Mode, PassSettings
 from actoffload.model.tuning import script
 from actoffload.model.tuning.steering import BySchedule
-from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
 ORDERS = ("late", "early", "random")
@@ -220,7 +219,7 @@ def scoped() -> Iterator[tuple[nn.Module, actoffload.OffloadHandle]]:
         calls.append((Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)))
         calls.append((Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)))
         calls.append((Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)))
-    plan = GroupPlan(handle.groups, Plan.of(6, calls), (0,) * 6)
+    plan = Plan.of(6, calls, names=handle.groups, nbytes=(0,) * 6)
     handle.remove()
     handle = offload(model, plan=plan)
     train(model, steps=1)

@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from actoffload.planner import GroupPlan, Variant, choose
+from actoffload.planner import Variant, choose
 from actoffload.planner.search import Knobs, Ranks
-from actoffload.schedule import LayerCost, Link, Saved
+from actoffload.schedule import LayerCost, Link, Plan, Saved
 from actoffload.schedule.simulate import model_order, model_stages
 
 __all__ = ["choose_plain", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
@@ -55,7 +55,7 @@ def names_of(costs: Sequence[LayerCost]) -> list[str]:
     return [f"h.{k}" for k in range(len(costs))]
 
 
-def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> GroupPlan:
+def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> Plan:
     """Return the plan of groups that cannot be recomputed."""
     return choose(names_of(costs), [(Variant(cost),) for cost in costs], link, **given)
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import choose_plain
 
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, frontier
+from actoffload.planner import OperatorCost, Variant, choose, frontier
 from actoffload.planner.variants import seconds_again, within
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
+from actoffload.schedule.execution_order import remap
 
 GIB = 2**30
 
@@ -71,7 +72,7 @@ def test_bytes_that_predictions_lack_lower_the_limit():
         least, most = (choose(names(6), ways, link, limit=limit).peak_bytes for limit in (0, 9 * GIB))
         limit, lower = most - 1, (least + most) // 2
         plan = choose(names(6), ways, link, limit=limit, excess=limit - lower)
-        assert plan.plan == choose(names(6), ways, link, limit=lower).plan
+        assert plan.steps == choose(names(6), ways, link, limit=lower).steps
         assert plan.peak_bytes <= lower < choose(names(6), ways, link, limit=limit).peak_bytes
 
 
@@ -106,7 +107,7 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
     if without.peak_bytes <= limit:
         assert plan.seconds <= without.seconds * (1 + 1e-9)
     mixed = [less[k] if k in plan.recomputed else layers[k] for k in range(len(sizes))]
-    result = simulate(plan.plan, mixed, link)
+    result = simulate(plan, mixed, link)
     assert (result.step_time, result.device_peak_bytes) == (plan.seconds, plan.peak_bytes)
 
 
@@ -136,8 +137,8 @@ def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     assert "recomputed" in str(plan)
     assert f"{plan.recompute_seconds * 1e3:.2f} ms of it to recompute" in str(plan)
     plan.save(tmp_path / "plan.json")
-    assert GroupPlan.load(tmp_path / "plan.json") == plan
-    moved = plan.remapped(names(9)[1:])
+    assert Plan.load(tmp_path / "plan.json") == plan
+    moved = remap(plan, names(9)[1:])
     assert moved.recomputed == tuple(k - 1 for k in plan.recomputed if k)
     assert moved.saves == (*plan.saves[1:], None)
 

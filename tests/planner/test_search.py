@@ -22,7 +22,7 @@ def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, h
     limit = data.draw(st.integers(0, 2 * smallest))
     plan = choose_plain(costs, link, limit=limit, host_seconds=host_seconds, among=among)
     assert among is None or among >= set(plan.offloaded)
-    result = simulate(plan.plan, costs, link, host_seconds=host_seconds)
+    result = simulate(plan, costs, link, host_seconds=host_seconds)
     assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
     assert plan.peak_bytes <= max(limit, smallest)
     assert ("No plan is within the limit" in plan.because) == (limit < smallest)

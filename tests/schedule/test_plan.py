@@ -12,7 +12,8 @@ from itertools import product
 
 import pytest
 
-from actoffload.schedule.plan import Action, Do, Event, Plan, Roles, When
+from actoffload.schedule.execution_order import Roles
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END

@@ -12,7 +12,8 @@ import torch
 
 from .._warnings import warn
 from ..device.base import Backend
-from ..schedule.plan import Plan, Roles
+from ..schedule.execution_order import Roles
+from ..schedule.plan import Plan
 from . import eligibility
 from .eligibility import Limit
 from .layout import Layout

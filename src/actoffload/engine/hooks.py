@@ -33,7 +33,7 @@ from .._torch.subclasses import (
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import StreamPosition
-from ..schedule.plan import Roles
+from ..schedule.execution_order import Roles
 from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
 from .engine import Engine
 from .layer import Kept, Layer, LivenessToken, keep, queue_copies

@@ -27,8 +27,8 @@ from .._torch.modules import NOT_COMPILED, current_module, opaque
 from .._torch.subclasses import Seen, is_compound, plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
-from ..schedule.execution_order import ExecutionOrder, Key
-from ..schedule.plan import OUTSIDE, Do, Roles, When
+from ..schedule.execution_order import OUTSIDE, ExecutionOrder, Key, Roles
+from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
 from .eligibility import Limit, ModuleTensors, StorageRef, stays
 from .engine import Engine

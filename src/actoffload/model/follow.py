@@ -52,10 +52,9 @@ from torch.nn import Module
 
 from .._torch.modules import CALLS, Compiled, Follower, class_attribute, compiler, opaque
 from ..engine.passes import ModelPass
-from ..planner import GroupPlan
 from ..replay import Policy, Program
-from ..schedule.execution_order import GroupKey
-from ..schedule.plan import Roles
+from ..schedule.execution_order import GroupKey, Roles
+from ..schedule.plan import Plan
 
 __all__ = [
     "DROPPED",
@@ -138,7 +137,7 @@ class Steering(Protocol):
     def retire(self) -> None:
         """Stop measuring: the model is followed no longer, or something else steers."""
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return the present plan."""
 
     def costs(self) -> Any:

@@ -16,7 +16,6 @@ from .._arguments import check_bool, check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
-from ..planner import GroupPlan
 from ..report.plots import Frontier, StepTimeline
 from ..report.report import Report
 from ..schedule.execution_order import GroupPlans
@@ -141,7 +140,7 @@ class OffloadHandle:
         return group_names(self._groups, self._plans.order)
 
     @property
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
         plan, replays = self._tracker.steering.plan(), self._tracker.replays
         refused = replays.refused()

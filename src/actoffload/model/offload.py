@@ -16,7 +16,6 @@ from .._arguments import budget_bytes, check_num_layers, check_whole, checked_li
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..planner import GroupPlan
 from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
@@ -51,7 +50,7 @@ def offload(
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
-    plan: GroupPlan | str | PathLike[str] | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model; `actoffload.offload` describes the arguments."""
     if not isinstance(module, Module):
@@ -78,7 +77,7 @@ def offload(
         )
     names = Names(module)
     if plan is not None:
-        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
+        plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         layers = planned_modules(names, plan.names)
     chosen, kept, searching = find_groups(names, layers, keep, by_blocks=by_hand)
     kinds = [group.kind for group in chosen]
@@ -111,7 +110,7 @@ def offload(
 
     log, groups = PassLog(), modules[1 : len(chosen) + 1]
     steering: Steering
-    if isinstance(plan, GroupPlan):
+    if isinstance(plan, Plan):
         steering = ByPlan(groups, plans, log, plan, policies)
     elif by_hand or not engine.backend.times:
         because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
@@ -159,8 +158,8 @@ def check_arguments(*, layers: Any, num_layers: int | None, keep: Any, plan: Any
     if plan is not None:
         if by_hand or layers is not None:
             raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
-        if not isinstance(plan, (GroupPlan, str, PathLike)):
-            raise TypeError(f"plan is {plan!r}; expected a GroupPlan, such as handle.plan, or the path of a saved one.")
+        if not isinstance(plan, (Plan, str, PathLike)):
+            raise TypeError(f"plan is {plan!r}; expected a Plan, such as handle.plan, or the path of a saved one.")
     return checked
 
 

@@ -15,14 +15,13 @@ from .._text import fold_names
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
-from ..planner import GroupPlan
 from ..report.build import Held, PassHistory, PassStatistics, build, on_device
 from ..report.holders import Holder, find_all_holders
 from ..report.memory import Memory, add_note
 from ..report.plots import StepTimeline
 from ..report.report import GroupReport, Report
-from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import OUTSIDE
+from ..schedule.execution_order import OUTSIDE, GroupKey, GroupPlans
+from ..schedule.plan import Plan
 from .follow import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
 from .select import Names, starred
 
@@ -36,7 +35,7 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
     return tuple(group_name(groups[group].name, part) for group, part in sequence)
 
 
-def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPlan, state: str) -> str:
+def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: Plan, state: str) -> str:
     """Return which groups were chosen and which of them are offloaded; `state` is "paused", "removed" or empty."""
     groups = [module for module in modules if module.group >= 0]
     names, kinds = group_names(groups, plans.order), plans.kinds(plans.order)
@@ -79,7 +78,7 @@ class LatestPass:
         outside = {reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()}
         return LatestPass(statistics, outside, saved, tuple(sequence), done.partly)
 
-    def planned(self, plan: GroupPlan, names: Sequence[str]) -> PassStatistics:
+    def planned(self, plan: Plan, names: Sequence[str]) -> PassStatistics:
         """Return the statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
         less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
         saved, groups = dict(zip(plan.names, plan.nbytes, strict=True)), []
@@ -204,7 +203,7 @@ def build_report(
     latest: LatestPass,
     recording: Recording | None,
     statistics: Statistics,
-    plan: GroupPlan,
+    plan: Plan,
     **more: Any,
 ) -> Report:
     """Return the report of a pass, with the times and holders of a recorded step of the same groups.

@@ -18,7 +18,6 @@ from ..engine.statistics import Statistics
 from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..model.select import check_entries
-from ..planner import GroupPlan
 from ..replay import Given, Policy, policy_for
 from ..report.ranks import PipelineReport, RankReports, gather_reports
 from ..schedule.pipeline import Step
@@ -46,7 +45,7 @@ def offload(
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
-    plan: GroupPlan | str | PathLike[str] | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle: ...
 
 
@@ -79,7 +78,7 @@ def offload(
     memory_budget: int | float | str | None = None,
     delta_bytes_per_rank: int | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
-    plan: GroupPlan | str | PathLike[str] | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle | PipelineHandle:
     """Offload the activations of a model, or of the stages of a pipeline schedule; their code stays as it is.
 
@@ -140,7 +139,7 @@ def offload(
         recomputes everything that can be, in all groups.  With a policy, the operators that it saves do not run again:
         a list of operators, or a function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes
         them.  False recomputes nothing.  Values that would not have the same bits are kept or offloaded.
-    plan : GroupPlan, str or PathLike, optional
+    plan : Plan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.  Not for
         schedules.
 

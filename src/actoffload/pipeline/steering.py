@@ -11,10 +11,9 @@ from ..engine.statistics import Reason
 from ..model.follow import FollowedModule, Mode, PassSettings
 from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
-from ..planner import GroupPlan
 from ..replay import Policy
-from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Action, Do, Plan, Roles, When
+from ..schedule.execution_order import GroupKey, GroupPlans, Roles
+from ..schedule.plan import Action, Do, Plan, When
 from ..tune.meter import saved_in
 from .conductor import Conductor
 
@@ -218,7 +217,7 @@ class StageSteering:
             "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."
         )
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
         order, plan = self._plans.order, self._conductor.plan
         offloaded = (
@@ -234,4 +233,4 @@ class StageSteering:
             for event, actions in calls.steps.items()
         }
         kept = {event: actions for event, actions in steps.items() if actions}
-        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order))
+        return Plan(max(len(order), 1), kept, self.names, self._log.bytes_of(order))

@@ -1,8 +1,7 @@
 """What to offload: from measured costs and a limit of memory to a plan of the groups of a model."""
 
 from .choose import choose, frontier
-from .group_plan import GroupPlan
 from .pipelines import plan_pipeline
 from .variants import OperatorCost, Variant, replay_ways
 
-__all__ = ["GroupPlan", "OperatorCost", "Variant", "choose", "frontier", "plan_pipeline", "replay_ways"]
+__all__ = ["OperatorCost", "Variant", "choose", "frontier", "plan_pipeline", "replay_ways"]

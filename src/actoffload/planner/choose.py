@@ -15,8 +15,8 @@ from typing import Any
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
 from .._text import size
 from ..schedule.costs import Link
+from ..schedule.plan import Plan
 from ..schedule.simulate import Pipeline, model_order, model_plan, model_stages
-from .group_plan import GroupPlan
 from .placement import Placement
 from .search import ROUNDING, Knobs, Ranks
 from .variants import Variant
@@ -41,7 +41,7 @@ def choose(
     without_bytes: int | None = None,
     excess: int = 0,
     host_limit: int | None = None,
-) -> GroupPlan:
+) -> Plan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
     If no plan is within the limit, it is the fastest with about the smallest peak.
@@ -72,7 +72,7 @@ def choose(
 
     Returns
     -------
-    GroupPlan
+    Plan
         The plan, with its expected time and peak, and the reason in ``because``.
 
     Raises
@@ -118,7 +118,7 @@ def frontier(
     among: Collection[int] | None = None,
     host_limit: int | None = None,
     points: int = 16,
-) -> tuple[GroupPlan, ...]:
+) -> tuple[Plan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
 
     ``because`` says what each plan is among them, and names no limit, because none was given.
@@ -150,7 +150,7 @@ def frontier(
     limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
     between = (replace(model.best(limit), because=FASTEST) for limit in limits)
     plans = [replace(leanest, because=LEANEST), *between, replace(kept, because="This plan offloads nothing.")]
-    found: list[GroupPlan] = []
+    found: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
         if not found or (plan.seconds or 0.0) < (found[-1].seconds or 0.0):
             found.append(plan)
@@ -195,7 +195,7 @@ class _Models:
         """The peak without offloading and recomputation."""
         return self._found[0].peak_bytes
 
-    def best(self, limit: float) -> GroupPlan:
+    def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
         plan = replace(self._found[0].best(limit), holds=self._holds)
         if self._holds and (plan.peak_bytes or 0) > limit:
@@ -224,7 +224,7 @@ class _Model:
         self._ranks = Ranks([order], stages, link, variants, knobs, host_seconds=host_seconds, model=True)
         self.baseline_seconds, self.peak_bytes = self._ranks.seconds, self._ranks.choices[0].profile.peak_bytes
 
-    def best(self, limit: float) -> GroupPlan:
+    def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
         ranks = self._ranks
         ranks.use({})
@@ -251,17 +251,17 @@ class _Model:
             low, best = (middle, best) if found is None else (low, found[0])
         return best
 
-    def _described(self, placement: Placement) -> GroupPlan:
+    def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
         count, actions, ways = len(self._groups), placement.actions(), self._ranks.ways
         taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self._groups)]
         stages, how = model_stages([way.cost for way in taken]), {"host_seconds": self._host_seconds}
         # As `simulate` does, without a timeline.
         (run,) = Pipeline([model_order(count)], stages, self._link, model=True, exact=True, **how).run([actions])
-        found = GroupPlan(
-            self._names,
+        found = replace(
             model_plan(count, actions),
-            tuple(way.cost.nbytes for way in taken),
+            names=self._names,
+            nbytes=tuple(way.cost.nbytes for way in taken),
             seconds=run.compute,
             baseline_seconds=self.baseline_seconds,
             peak_bytes=run.peak,

@@ -14,7 +14,7 @@ from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass
 from ..engine.statistics import Reason, Statistics
 from ..engine.storage import Residency, Resident
-from ..schedule.plan import OUTSIDE
+from ..schedule.execution_order import OUTSIDE
 from .advice import advise
 from .holders import HeldStorage, Holder
 from .plots import StepTimeline

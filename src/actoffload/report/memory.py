@@ -13,7 +13,7 @@ from .._text import fold, fold_names, numberless, size
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
-from ..planner import GroupPlan
+from ..schedule.plan import Plan
 
 __all__ = ["Memory", "add_note"]
 
@@ -30,7 +30,7 @@ class Memory:
 
     Parameters
     ----------
-    model, backend, plan : Module, Backend, GroupPlan
+    model, backend, plan : Module, Backend, Plan
         The model, its device and its plan.
     next_choice : str
         What a lower peak would cost; empty if it is not known.
@@ -46,7 +46,7 @@ class Memory:
 
     model: Module
     backend: Backend
-    plan: GroupPlan
+    plan: Plan
     next_choice: str = ""
     saved: dict[str, int] = field(default_factory=dict)
     outside: int = 0

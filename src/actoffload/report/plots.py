@@ -13,7 +13,7 @@ from itertools import cycle, groupby
 from typing import TYPE_CHECKING, Any
 
 from .._text import Printable, Table, byte_unit, milliseconds, size, size_or_dash
-from ..planner import GroupPlan
+from ..schedule.plan import Plan
 from ..schedule.timeline import Kind, Span, Timeline
 
 __all__ = [
@@ -349,14 +349,14 @@ class Frontier(Printable):
 
     Parameters
     ----------
-    plans : tuple of GroupPlan
+    plans : tuple of Plan
         From the smallest peak on.
-    present : GroupPlan
+    present : Plan
         The plan that is used.
     """
 
-    plans: tuple[GroupPlan, ...]
-    present: GroupPlan
+    plans: tuple[Plan, ...]
+    present: Plan
 
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         rows = [self._row(plan, "") for plan in self.plans]
@@ -365,7 +365,7 @@ class Frontier(Printable):
         return [Table(header, tuple(rows), left=1)], []
 
     @staticmethod
-    def _row(plan: GroupPlan, name: str) -> tuple[str, ...]:
+    def _row(plan: Plan, name: str) -> tuple[str, ...]:
         seconds, baseline = plan.seconds, plan.baseline_seconds
         return (
             name,

@@ -1,14 +1,16 @@
-"""The order in which the groups of a model run, and the plans for it."""
+"""The order in which the groups of a model run, the plans for it, and what the engine reads from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
-from .plan import Plan, Roles
+from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
 
-__all__ = ["ExecutionOrder", "GroupKey", "GroupPlans"]
+__all__ = ["OUTSIDE", "ExecutionOrder", "GroupKey", "GroupPlans", "Roles", "remap"]
 
 Key = TypeVar("Key")
 
@@ -95,3 +97,199 @@ class GroupPlans:
         """Set the execution order of the latest pass."""
         if sequence:
             self.order = tuple(sequence)  # [guard: learned execution order]
+
+
+# Roles
+
+
+OUTSIDE = 1 << 30
+"""Index of the layer of what is saved in no layer; larger than every other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """A plan, and what the engine reads from it for every saved tensor."""
+
+    plan: Plan
+    stay: frozenset[int]  # layers that are not offloaded
+    last_leaving: int  # the last layer that may be offloaded; -1 if there is none
+    released_incrementally: frozenset[int]  # layers
+    reached: frozenset[int]  # layers at whose start in backward something has to be done
+    planned: bool  # transfers follow the plan; otherwise the program calls for each
+    actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
+    freed_later: frozenset[int] = frozenset()  # offloaded layers that are still on the device when backward begins
+
+    @staticmethod
+    def of(plan: Plan, *, planned: bool | None = None) -> Roles:
+        """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
+        steps = [action for actions in plan.steps.values() for action in actions]
+        return Roles(
+            plan,
+            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
+            last_leaving=max(plan.offloaded, default=-1 if planned else OUTSIDE - 1),
+            released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
+            reached=_reached(plan),
+            planned=bool(steps) if planned is None else planned,
+            actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
+            freed_later=frozenset(plan.offloaded) - _freed_in_forward(plan),
+        )
+
+    @staticmethod
+    def keep_all(layers: int) -> Roles:
+        """Return the roles in a plan that offloads nothing."""
+        return Roles.of(Plan(max(layers, 1)), planned=True)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def leanest(layers: int) -> Roles:
+        """Return the roles in the plan with the smallest peak: each layer leaves as soon as its forward has ended.
+
+        It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
+        """
+        calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
+        return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
+
+    @staticmethod
+    def offload_all() -> Roles:
+        """Return roles for any number of layers, each of which leaves when its forward has ended.
+
+        For a pass whose layers are not known before.  Each is reloaded right before its backward.
+        """
+        return Roles(
+            Plan(1),
+            stay=frozenset((OUTSIDE,)),
+            last_leaving=OUTSIDE - 1,
+            released_incrementally=frozenset(),
+            reached=frozenset(),
+            planned=True,
+            actions=_EveryLayer(),
+        )
+
+
+class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
+    """The actions of `Roles.offload_all`, for any number of layers."""
+
+    def __getitem__(self, event: tuple[str, int]) -> tuple[Action, ...]:
+        name, layer = event
+        if name == When.FORWARD_START.name:
+            return (Action(Do.OFFLOAD, layer),)
+        if name == When.FORWARD_END.name:
+            return (Action(Do.RELEASE, layer),)
+        if name == When.BACKWARD_START.name:  # of the last layer, which nothing runs behind
+            return (Action(Do.RELOAD, layer),)
+        if name == When.BACKWARD_END.name and layer:
+            return (Action(Do.RELOAD, layer - 1),)
+        raise KeyError(event)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _freed_in_forward(plan: Plan) -> frozenset[int]:
+    """Return the layers that a plan releases in the forward, and does not reload before backward begins."""
+    forward = [
+        action
+        for event, actions in plan.steps.items()
+        if event.when in (When.FORWARD_START, When.FORWARD_END)
+        for action in actions
+    ]
+    reloaded = {action.layer for action in forward if action.do is Do.RELOAD}
+    return frozenset({action.layer for action in forward if action.do is Do.RELEASE} - reloaded)
+
+
+def _reached(plan: Plan) -> frozenset[int]:
+    """Return the layers whose start in backward the engine must see for a plan; backward ends above them."""
+    events = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
+    before = {event.layer - 1 for event in events if event.when is When.BACKWARD_END}
+    return frozenset({*plan.offloaded, *(event.layer for event in events), *before})
+
+
+# Another sequence of groups
+
+
+def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
+    """Return the events and actions with which a layer takes the least memory: see `Roles.leanest`."""
+    return (
+        (Event(When.FORWARD_START, layer), Action(Do.OFFLOAD, layer)),
+        (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
+        (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
+    )
+
+
+def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> Plan:
+    """Return a plan for another sequence of groups; its costs are not known.
+
+    Each action is done at the same event of the same group, or at the next event in time if that group does not run.
+    Groups that the plan does not know are kept, or, with `offload_others`, offloaded as in the plan with the smallest
+    peak; so is the one that was the last, if others follow it now.  The last group is kept: there is no time for it.
+    """
+    if tuple(names) == plan.names:
+        return plan
+    less = plan.recomputed_nbytes
+    # The earlier position of each group, None for new ones.
+    places = {_nth(plan.names, k): k for k in range(plan.model_layers)}
+    earlier = tuple(places.get(_nth(names, k)) for k in range(len(names)))
+    now = {k: position for position, k in enumerate(earlier) if k is not None}
+    moved = Plan(len(names))
+    events = list(moved.events())
+    order = {event: k for k, event in enumerate(events)}
+    # For each earlier event, the place of itself or of the next one in time whose group still runs.
+    target: dict[Event, int] = {}
+    place = len(events)
+    for event in reversed(list(plan.events())):
+        if event.layer in now:
+            place = order[Event(event.when, now[event.layer])]
+        target[event] = place
+    found: dict[int, list[tuple[int, int, Action]]] = {}
+    acts = ((event, act) for event in plan.events() for act in plan.at(event.when, event.layer))
+    for rank, (event, act) in enumerate(acts):
+        if act.layer in now:
+            found.setdefault(now[act.layer], []).append((target[event], rank, Action(act.do, now[act.layer])))
+    calls = [call for layer, mine in found.items() if layer < len(names) - 1 for call in _valid(layer, mine, order)]
+    if offload_others:
+        new = [k for k, before in enumerate(earlier[:-1]) if before in (None, plan.model_layers - 1) and k not in found]
+        # [guard: groups that a plan does not know]
+        calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
+    calls.sort(key=lambda call: call[:2])
+    return Plan.of(
+        len(names),
+        ((events[place], action) for place, _, action in calls),
+        names=tuple(names),
+        because=plan.because,
+        holds=plan.holds,
+        nbytes=tuple(0 if k is None else plan.nbytes[k] for k in earlier) if plan.nbytes else (),
+        recomputed_nbytes=tuple(0 if k is None else less[k] for k in earlier) if less else (),
+        saves=tuple(None if k is None else plan.saves[k] for k in earlier) if plan.saves else (),
+    )
+
+
+def _nth(names: Sequence[str], position: int) -> tuple[str, int]:
+    """Return a name and how many times it comes before a position."""
+    return names[position], names[:position].count(names[position])
+
+
+def _valid(
+    layer: int, actions: Iterable[tuple[int, int, Action]], order: dict[Event, int]
+) -> list[tuple[int, int, Action]]:
+    """Return the actions of a layer, each moved behind those before it; none if they do not fit before its backward."""
+    begins = order[Event(When.BACKWARD_START, layer)]
+    earliest = order[Event(When.FORWARD_START, layer)]
+    events = list(order)
+    valid: list[tuple[int, int, Action]] = []
+    for place, rank, action in actions:
+        if action.do is Do.RELEASE:
+            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
+        if action.do is Do.INCREMENTAL_RELEASE:  # the release does the rest
+            moved = place < earliest or place >= begins or events[place].when is not When.FORWARD_START
+            if moved or place < order[Event(When.FORWARD_END, layer)]:
+                continue
+        earliest = max(earliest, place)  # [guard: moved action]
+        if action.do is Do.RELOAD:
+            earliest = min(earliest, begins)  # [guard: moved reload]
+        if earliest > begins or (earliest == begins and action.do is Do.RELEASE):
+            return []
+        valid.append((earliest, rank, action))
+    return valid

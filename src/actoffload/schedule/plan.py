@@ -9,24 +9,23 @@ import enum
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from .._arguments import check_kind, check_whole
+from tabulate import SEPARATING_LINE, tabulate
+
+from .._arguments import check_kind, check_kinds, check_whole
+from .._text import fold, fold_names, milliseconds, numberless, size, size_or_dash
 
 __all__ = [
-    "OUTSIDE",
     "Action",
     "Do",
     "Event",
     "Plan",
     "PlanFile",
-    "Roles",
     "When",
-    "leanest_calls",
     "number",
     "optional_number",
 ]
@@ -58,15 +57,6 @@ class Do(enum.Enum):
     RELOAD = "reload"
 
 
-def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
-    """Return the events and actions with which a layer takes the least memory: see `Roles.leanest`."""
-    return (
-        (Event(When.FORWARD_START, layer), Action(Do.OFFLOAD, layer)),
-        (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
-        (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """An event of a pass: ``Event(When.FORWARD_START, 3)`` is the start of layer 3's forward."""
@@ -88,233 +78,6 @@ class Action:
     def __str__(self) -> str:
         how, _, what = self.do.value.rpartition(" ")
         return f"{what} layer {self.layer}{' incrementally' if how else ''}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which actions follow which events in one pass over ``model_layers`` layers.
-
-    Parameters
-    ----------
-    model_layers : int
-        Number of layers in one pass; at least 1.
-    steps : mapping of Event to tuple of Action
-        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order.
-
-    Raises
-    ------
-    ValueError
-        If a layer does not exist, an action comes twice, or the actions of a layer are out of order.
-
-    Examples
-    --------
-    >>> from actoffload.schedule import DefaultSchedule
-    >>> print(DefaultSchedule(num_layers=1, model_layers=3).plan())
-    forward start of layer 0: offload layer 0
-    forward start of layer 2: release layer 0
-    backward end of layer 2: reload layer 0
-    """
-
-    model_layers: int
-    steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_whole(model_layers=self.model_layers)
-        if self.model_layers < 1:
-            raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
-        check_kind(Mapping, steps=self.steps)
-        object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
-        self._check()
-
-    @staticmethod
-    def of(model_layers: int, calls: Iterable[tuple[Event, Action]]) -> Plan:
-        """Return the plan in which each action follows its event."""
-        steps: dict[Event, tuple[Action, ...]] = {}
-        for event, action in calls:
-            steps[event] = (*steps.get(event, ()), action)
-        return Plan(model_layers, steps)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Plan, (self.model_layers, dict(self.steps))
-
-    def __hash__(self) -> int:
-        return hash((self.model_layers, frozenset(self.steps.items())))
-
-    def __str__(self) -> str:
-        lines = [f"{event}: {', '.join(map(str, acts))}" for event in self.events() if (acts := self.steps.get(event))]
-        return "\n".join(lines) or f"nothing is offloaded in {self.model_layers} layers"
-
-    @property
-    def offloaded(self) -> tuple[int, ...]:
-        """The layers to offload, ascending."""
-        return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
-
-    def events(self) -> Iterator[Event]:
-        """All events of a sequential pass, in order."""
-        for layer in range(self.model_layers):
-            yield Event(When.FORWARD_START, layer)
-            yield Event(When.FORWARD_END, layer)
-        for layer in reversed(range(self.model_layers)):
-            yield Event(When.BACKWARD_START, layer)
-            yield Event(When.BACKWARD_END, layer)
-
-    def at(self, when: When, layer: int) -> tuple[Action, ...]:
-        """Return the actions that follow an event; empty for most."""
-        return self.steps.get(Event(when, layer), ())
-
-    def find(self, do: Do, layer: int) -> Event | None:
-        """Return the event at which something is done to a layer, or None if it never is."""
-        wanted = Action(do, layer)
-        return next((event for event, acts in self.steps.items() if wanted in acts), None)
-
-    def _check(self) -> None:
-        order = {event: k for k, event in enumerate(self.events())}
-        places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
-        for event, acts in self.steps.items():
-            if event not in order:
-                raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
-            for k, act in enumerate(acts):
-                if not 0 <= act.layer < self.model_layers:
-                    raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
-                if act in places:
-                    raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
-                places[act] = order[event], k
-                if act.do is Do.INCREMENTAL_RELEASE and event.when is not When.FORWARD_START:
-                    raise ValueError(
-                        f"The plan would {act} at the {event}; that can only be at the forward start of a layer."
-                    )
-        for act, place in places.items():
-            problem = self._misplaced(act, place, order, places)
-            if problem:
-                raise ValueError(f"The plan would {act} {problem}.")
-
-    @staticmethod
-    def _misplaced(
-        act: Action, place: tuple[int, int], order: Mapping[Event, int], places: Mapping[Action, tuple[int, int]]
-    ) -> str:
-        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
-        layer = act.layer
-        if act.do is Do.OFFLOAD:
-            if place[0] < order[Event(When.FORWARD_START, layer)]:
-                return "before its forward starts; move it there or later"
-        else:
-            before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
-            if before not in places or places[before] > place:
-                return f"without, or before, the action '{before}'; add it earlier"
-        if act.do is Do.INCREMENTAL_RELEASE:
-            rest = Action(Do.RELEASE, layer)
-            if places.get(rest, (-1, -1)) < place:
-                return f"without the action '{rest}' after it; add that"
-        if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
-            return "before its forward ends; move it there or later"
-        if place[0] > order[Event(When.BACKWARD_START, layer)]:
-            return "after its backward starts, when it is of no use; move it earlier"
-        return ""
-
-
-OUTSIDE = 1 << 30
-"""Index of the layer of what is saved in no layer; larger than every other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """A plan, and what the engine reads from it for every saved tensor."""
-
-    plan: Plan
-    stay: frozenset[int]  # layers that are not offloaded
-    last_leaving: int  # the last layer that may be offloaded; -1 if there is none
-    released_incrementally: frozenset[int]  # layers
-    reached: frozenset[int]  # layers at whose start in backward something has to be done
-    planned: bool  # transfers follow the plan; otherwise the program calls for each
-    actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
-    freed_later: frozenset[int] = frozenset()  # offloaded layers that are still on the device when backward begins
-
-    @staticmethod
-    def of(plan: Plan, *, planned: bool | None = None) -> Roles:
-        """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
-        steps = [action for actions in plan.steps.values() for action in actions]
-        return Roles(
-            plan,
-            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
-            last_leaving=max(plan.offloaded, default=-1 if planned else OUTSIDE - 1),
-            released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
-            reached=_reached(plan),
-            planned=bool(steps) if planned is None else planned,
-            actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
-            freed_later=frozenset(plan.offloaded) - _freed_in_forward(plan),
-        )
-
-    @staticmethod
-    def keep_all(layers: int) -> Roles:
-        """Return the roles in a plan that offloads nothing."""
-        return Roles.of(Plan(max(layers, 1)), planned=True)
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def leanest(layers: int) -> Roles:
-        """Return the roles in the plan with the smallest peak: each layer leaves as soon as its forward has ended.
-
-        It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
-        """
-        calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
-        return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
-
-    @staticmethod
-    def offload_all() -> Roles:
-        """Return roles for any number of layers, each of which leaves when its forward has ended.
-
-        For a pass whose layers are not known before.  Each is reloaded right before its backward.
-        """
-        return Roles(
-            Plan(1),
-            stay=frozenset((OUTSIDE,)),
-            last_leaving=OUTSIDE - 1,
-            released_incrementally=frozenset(),
-            reached=frozenset(),
-            planned=True,
-            actions=_EveryLayer(),
-        )
-
-
-class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
-    """The actions of `Roles.offload_all`, for any number of layers."""
-
-    def __getitem__(self, event: tuple[str, int]) -> tuple[Action, ...]:
-        name, layer = event
-        if name == When.FORWARD_START.name:
-            return (Action(Do.OFFLOAD, layer),)
-        if name == When.FORWARD_END.name:
-            return (Action(Do.RELEASE, layer),)
-        if name == When.BACKWARD_START.name:  # of the last layer, which nothing runs behind
-            return (Action(Do.RELOAD, layer),)
-        if name == When.BACKWARD_END.name and layer:
-            return (Action(Do.RELOAD, layer - 1),)
-        raise KeyError(event)
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _freed_in_forward(plan: Plan) -> frozenset[int]:
-    """Return the layers that a plan releases in the forward, and does not reload before backward begins."""
-    forward = [
-        action
-        for event, actions in plan.steps.items()
-        if event.when in (When.FORWARD_START, When.FORWARD_END)
-        for action in actions
-    ]
-    reloaded = {action.layer for action in forward if action.do is Do.RELOAD}
-    return frozenset({action.layer for action in forward if action.do is Do.RELEASE} - reloaded)
-
-
-def _reached(plan: Plan) -> frozenset[int]:
-    """Return the layers whose start in backward the engine must see for a plan; backward ends above them."""
-    events = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
-    before = {event.layer - 1 for event in events if event.when is When.BACKWARD_END}
-    return frozenset({*plan.offloaded, *(event.layer for event in events), *before})
 
 
 # Files
@@ -361,3 +124,300 @@ def number(value: Any, *types: type) -> Any:
 def optional_number(value: Any, *types: type) -> Any:
     """Return None, or what `number` returns."""
     return None if value is None else number(value, *types)
+
+
+FILE = PlanFile("plan", 1, "handle.plan.save(path)")
+NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
+
+
+# The plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which actions follow which events in one pass, and what that is expected to cost.
+
+    ``print`` gives a table by group; while no sizes are given, the actions in order.
+
+    Parameters
+    ----------
+    model_layers : int
+        Number of layers, or groups, in one pass; at least 1.
+    steps : mapping of Event to tuple of Action
+        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order.
+    names : tuple of str
+        The layers, in execution order; by default their numbers.  A group that runs twice comes twice.
+    nbytes : tuple of int
+        Bytes that each layer saves and that could be offloaded, 0 if not known; empty if no sizes are given.
+    seconds, baseline_seconds : float, optional
+        Expected time of a step, and without offloading.
+    peak_bytes : int, optional
+        Expected peak of device memory in forward and backward.
+    because : str
+        One sentence on why this plan was chosen; may be empty.
+    recomputed_nbytes : tuple of int
+        Bytes that each layer computes again in backward instead of saving them; empty if none is recomputed.
+    recompute_seconds : float
+        Expected time that backward takes longer for it.
+    saves : tuple
+        For each layer None if it is not recomputed, otherwise the names of the operators whose outputs are saved, such
+        as ``aten.mm.default#0`` for the first matrix product; empty if no layer is recomputed.
+    holds : bool
+        Whether what is made again stays on the device until its last use.  Otherwise what is cheap to make is freed and
+        made once more, which takes less memory.
+
+    Raises
+    ------
+    ValueError
+        If a layer does not exist, an action comes twice, the actions of a layer are out of order, or there are not as
+        many names or sizes as layers.
+
+    Examples
+    --------
+    >>> from actoffload.schedule import DefaultSchedule
+    >>> plan = DefaultSchedule(num_layers=1, model_layers=3).plan()
+    >>> print(plan)
+    forward start of layer 0: offload layer 0
+    forward start of layer 2: release layer 0
+    backward end of layer 2: reload layer 0
+    >>> plan.offloaded
+    (0,)
+    """
+
+    model_layers: int
+    steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    nbytes: tuple[int, ...] = ()
+    seconds: float | None = None
+    baseline_seconds: float | None = None
+    peak_bytes: int | None = None
+    because: str = ""
+    recomputed_nbytes: tuple[int, ...] = ()
+    recompute_seconds: float = 0.0
+    saves: tuple[tuple[str, ...] | None, ...] = ()
+    holds: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(model_layers=self.model_layers)
+        if self.model_layers < 1:
+            raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
+        check_kind(Mapping, steps=self.steps)
+        object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
+        check_kinds(str, names=self.names)
+        object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(self.model_layers))))
+        for name in ("names", "nbytes", "recomputed_nbytes", "saves"):
+            entries = tuple(getattr(self, name))
+            object.__setattr__(self, name, entries)
+            if entries and len(entries) != self.model_layers:
+                raise ValueError(
+                    f"{name} has {len(entries)} entries, but the plan has {self.model_layers} layers; "
+                    "give one for each layer."
+                )
+        self._check()
+
+    @staticmethod
+    def of(model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Plan:
+        """Return the plan in which each action follows its event; `more` are other parameters by name."""
+        steps: dict[Event, tuple[Action, ...]] = {}
+        for event, action in calls:
+            steps[event] = (*steps.get(event, ()), action)
+        return Plan(model_layers, steps, **more)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Plan, tuple({**values, "steps": dict(self.steps)}.values())
+
+    def __hash__(self) -> int:
+        return hash((self.names, frozenset(self.steps.items()), self.nbytes))
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """The layers to offload, ascending."""
+        return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
+
+    def measured(self, seconds: float, baseline: float | None) -> Plan:
+        """Return the plan with the seconds that a pass took, and those expected without offloading and recomputation.
+
+        The latter are an estimate.  They cannot be more than what is left of the pass without recomputation.
+        """
+        if baseline is not None:
+            baseline = min(baseline, max(seconds - self.recompute_seconds, 0.0))
+        return replace(self, seconds=seconds, baseline_seconds=baseline)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Positions of the groups that are recomputed, ascending; what they still save is kept or offloaded."""
+        return tuple(k for k, saves in enumerate(self.saves) if saves is not None)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are offloaded."""
+        return sum(self.nbytes[k] for k in self.offloaded)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that could be offloaded and are kept."""
+        return sum(self.nbytes) - self.offloaded_bytes
+
+    def events(self) -> Iterator[Event]:
+        """All events of a sequential pass, in order."""
+        for layer in range(self.model_layers):
+            yield Event(When.FORWARD_START, layer)
+            yield Event(When.FORWARD_END, layer)
+        for layer in reversed(range(self.model_layers)):
+            yield Event(When.BACKWARD_START, layer)
+            yield Event(When.BACKWARD_END, layer)
+
+    def at(self, when: When, layer: int) -> tuple[Action, ...]:
+        """Return the actions that follow an event; empty for most."""
+        return self.steps.get(Event(when, layer), ())
+
+    def find(self, do: Do, layer: int) -> Event | None:
+        """Return the event at which something is done to a layer, or None if it never is."""
+        wanted = Action(do, layer)
+        return next((event for event, acts in self.steps.items() if wanted in acts), None)
+
+    def __str__(self) -> str:
+        if not self.nbytes:
+            lines = [
+                f"{event}: {', '.join(map(str, self.steps[event]))}" for event in self.events() if self.steps.get(event)
+            ]
+            return "\n".join(lines) or f"nothing is offloaded in {self.model_layers} layers"
+        offloaded, again = set(self.offloaded), set(self.recomputed)
+        less = self.recomputed_nbytes or (0,) * len(self.names)
+        groups = [(name, k in offloaded, k in again, less[k], self.nbytes[k]) for k, name in enumerate(self.names)]
+        rows = []
+        for alike in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
+            nbytes = sum(group[4] for group in alike)
+            _, leaves, recomputed, saved_less, _ = alike[0]
+            sizes = (0, nbytes) if leaves else (nbytes, 0)
+            name = fold_names(tuple(group[0] for group in alike))
+            rows.append(self._row(name, len(alike), sizes, len(alike) * saved_less, recomputed))
+        total = self.kept_bytes, self.offloaded_bytes
+        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), bool(again))]
+        header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
+        table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
+        expected = f"Expected: {self.expected}." if self.expected else ""
+        unknown = "" if any(self.nbytes) or any(less) else NO_BYTES
+        return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because, unknown))))))
+
+    def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
+        """Return a line; a recomputed group for which the bytes are not known has "yes"."""
+        cells = list(map(size_or_dash, (*sizes, *([less] if self.recomputed else []))))
+        if recomputed and not less:
+            cells[-1] = "yes"
+        return [name, str(number), *cells]
+
+    @property
+    def expected(self) -> str:
+        """The expected peak and time of a pass, with what recomputation takes of it; empty if they are not known."""
+        parts = []
+        if self.peak_bytes is not None:
+            parts.append(f"peak {size(self.peak_bytes)}")
+        if self.seconds is not None:
+            # No such pass fits, so its time is a sum over groups that were measured beside copies.
+            without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
+            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
+            parts.append(f"pass {milliseconds(self.seconds)}{beside}")
+        if self.recompute_seconds > 0:
+            parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
+        return "; ".join(parts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Replaced if it exists.
+        """
+        steps = [
+            [event.when.name, event.layer, action.do.name, action.layer]
+            for event in self.events()
+            for action in self.steps.get(event, ())
+        ]
+        FILE.write(path, {**vars(self), "steps": steps})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If the file has no plan, or one of another version.
+        """
+        return FILE.read(path, _read)
+
+    def _check(self) -> None:
+        order = {event: k for k, event in enumerate(self.events())}
+        places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
+        for event, acts in self.steps.items():
+            if event not in order:
+                raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
+            for k, act in enumerate(acts):
+                if not 0 <= act.layer < self.model_layers:
+                    raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
+                if act in places:
+                    raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
+                places[act] = order[event], k
+                if act.do is Do.INCREMENTAL_RELEASE and event.when is not When.FORWARD_START:
+                    raise ValueError(
+                        f"The plan would {act} at the {event}; that can only be at the forward start of a layer."
+                    )
+        for act, place in places.items():
+            problem = self._misplaced(act, place, order, places)
+            if problem:
+                raise ValueError(f"The plan would {act} {problem}.")
+
+    @staticmethod
+    def _misplaced(
+        act: Action, place: tuple[int, int], order: Mapping[Event, int], places: Mapping[Action, tuple[int, int]]
+    ) -> str:
+        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
+        layer = act.layer
+        if act.do is Do.OFFLOAD:
+            if place[0] < order[Event(When.FORWARD_START, layer)]:
+                return "before its forward starts; move it there or later"
+        else:
+            before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
+            if before not in places or places[before] > place:
+                return f"without, or before, the action '{before}'; add it earlier"
+        if act.do is Do.INCREMENTAL_RELEASE:
+            rest = Action(Do.RELEASE, layer)
+            if places.get(rest, (-1, -1)) < place:
+                return f"without the action '{rest}' after it; add that"
+        if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
+            return "before its forward ends; move it there or later"
+        if place[0] > order[Event(When.BACKWARD_START, layer)]:
+            return "after its backward starts, when it is of no use; move it earlier"
+        return ""
+
+
+def _read(content: dict[str, Any]) -> Plan:
+    """Return the plan in the content of a file."""
+    names, because = content["names"], content["because"]
+    if not all(isinstance(text, str) for text in (*names, because)):
+        raise TypeError("names are no text")
+    calls = [(Event(When[when], number(at)), Action(Do[do], number(layer))) for when, at, do, layer in content["steps"]]
+    return Plan.of(
+        len(names),
+        calls,
+        names=names,
+        nbytes=tuple(map(number, content["nbytes"])),
+        seconds=optional_number(content["seconds"], int, float),
+        baseline_seconds=optional_number(content["baseline_seconds"], int, float),
+        peak_bytes=optional_number(content["peak_bytes"]),
+        because=because,
+        recomputed_nbytes=tuple(map(number, content["recomputed_nbytes"])),
+        recompute_seconds=number(content["recompute_seconds"], int, float),
+        saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
+        holds=content["holds"] is True,
+    )

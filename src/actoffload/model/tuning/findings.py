@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..._text import milliseconds, size
 from ...device.base import usable
-from ...planner import GroupPlan
 from ...schedule.costs import Link
+from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...tune.costs import scaled_cost
 from .metering import Peak, Stage
@@ -35,7 +35,7 @@ class Fit:
         Elements of the largest of the inputs, such as batch times sequence of `input_ids`.
     measured_tokens : int
         Those of the passes that were measured.
-    plan : GroupPlan
+    plan : Plan
         The fastest plan that was found for them within the limit, or the leanest, if none is.
     limit_bytes, host_bytes : int, optional
         Device and host memory that the pass may take.
@@ -44,9 +44,8 @@ class Fit:
 
     Examples
     --------
-    >>> from actoffload.planner import GroupPlan
     >>> from actoffload.schedule import Plan
-    >>> plan = GroupPlan(("a", "b"), Plan(2), (2**30, 2**30), seconds=0.25, peak_bytes=3 * 2**30)
+    >>> plan = Plan(2, names=("a", "b"), nbytes=(2**30, 2**30), seconds=0.25, peak_bytes=3 * 2**30)
     >>> print(actoffload.Fit(32768, 8192, plan, limit_bytes=4 * 2**30))
     Inputs of 32768 elements (4.00 x the measured ones) fit: predicted peak 3.00 GiB of 4.00 GiB, pass 250.00 ms. \
 Of 2 groups 0 are offloaded and 0 recomputed.
@@ -54,7 +53,7 @@ Of 2 groups 0 are offloaded and 0 recomputed.
 
     tokens: int
     measured_tokens: int
-    plan: GroupPlan
+    plan: Plan
     limit_bytes: int | None = None
     host_bytes: int | None = None
     in_flight: int = 1
@@ -135,7 +134,7 @@ class Findings:
 
     Parameters
     ----------
-    plan : GroupPlan, optional
+    plan : Plan, optional
         The plan that is tried, and in the end kept.
     adopts : bool
         Whether groups are offloaded with what was saved before them.
@@ -173,7 +172,7 @@ class Findings:
         The functions of the planner, with the costs that were measured.
     """
 
-    plan: GroupPlan | None = None
+    plan: Plan | None = None
     adopts: bool = False
     limit: int | None = None
     reserve: int = 0
@@ -192,11 +191,11 @@ class Findings:
     budget: int | None = None
     outside: float = 0.0
     pace: float = 1.0
-    choose: partial[GroupPlan] | None = None
-    search_frontier: partial[tuple[GroupPlan, ...]] | None = None
-    _next: tuple[GroupPlan, str] | None = field(default=None, init=False, repr=False, compare=False)
+    choose: partial[Plan] | None = None
+    search_frontier: partial[tuple[Plan, ...]] | None = None
+    _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def chosen(self, **changes: Any) -> GroupPlan:
+    def chosen(self, **changes: Any) -> Plan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
         assert self.choose is not None
         plan = self.expected(self.choose(**{"excess": self.excess, **changes}))
@@ -205,7 +204,7 @@ class Findings:
         more = f"Another rank takes {size(self.reserve)} more than the one that decides."
         return replace(plan, because=f"{plan.because} {more}")
 
-    def expected(self, plan: GroupPlan) -> GroupPlan:
+    def expected(self, plan: Plan) -> Plan:
         """Return a plan by costs of groups with the peak and the times that are expected of a whole pass."""
         if plan.peak_bytes is not None:
             plan = replace(plan, peak_bytes=plan.peak_bytes + self.excess)
@@ -214,7 +213,7 @@ class Findings:
         seconds, baseline = plan.seconds + self.outside, plan.baseline_seconds + self.outside
         return replace(plan, seconds=self.pace * seconds, baseline_seconds=self.pace * baseline)
 
-    def frontier(self) -> tuple[GroupPlan, ...]:
+    def frontier(self) -> tuple[Plan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""
         return () if self.search_frontier is None else tuple(map(self.expected, self.search_frontier()))
 
@@ -250,7 +249,7 @@ class Findings:
             chosen = zip(ways, saves, strict=True)
             costs = [next(way.cost for way in group if way.saves == own) for group, own in chosen]
             largest = max((saved.nbytes for group in ways for way in group for saved in way.cost.saved), default=0)
-            peak = simulate(lean.plan, costs, link).device_peak_bytes + scaled.excess + largest
+            peak = simulate(lean, costs, link).device_peak_bytes + scaled.excess + largest
             plan = replace(lean, peak_bytes=peak, nbytes=tuple(cost.nbytes for cost in costs))
             return replace(known, tokens=tokens, plan=plan, limit_bytes=_rounded(self._limit_at(tokens, limit))).fits
 
@@ -301,7 +300,7 @@ class Findings:
             self._next = plan, self._cost_of_less(plan, plan.peak_bytes)
         return self._next[1]
 
-    def _cost_of_less(self, plan: GroupPlan, peak: int) -> str:
+    def _cost_of_less(self, plan: Plan, peak: int) -> str:
         found = self.chosen(limit=round(peak * SMALLER))
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= peak:
             return ""

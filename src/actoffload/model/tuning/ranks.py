@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
-from ...planner import GroupPlan, OperatorCost, Variant, choose, frontier
+from ...planner import OperatorCost, Variant, choose, frontier
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.plan import Action, Do, Event, Plan, When
 from ...tune.exchange import Exchange, LostRankError, disagreement, register
@@ -48,7 +48,7 @@ class Decision:
     found: Findings
 
 
-register(Decision, Findings, Peak, Room, Stage, GroupPlan, Plan, Event, When, Action, Do)
+register(Decision, Findings, Peak, Room, Stage, Plan, Event, When, Action, Do)
 register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose, frontier))
 
 

@@ -27,14 +27,7 @@ from typing import Any, TypeAlias
 from ..._text import size
 from ..._torch.modules import is_compiled
 from ...device.base import Backend, current_stream, usable
-from ...planner import (
-    GroupPlan,
-    OperatorCost,
-    Variant,
-    choose,
-    frontier,
-    replay_ways,
-)
+from ...planner import OperatorCost, Variant, choose, frontier, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
 from ...schedule.costs import LayerCost, Link
@@ -57,7 +50,7 @@ HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leav
 PROBE = 2**20  # bytes of a copy that measures the link
 NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 
-Steps: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
+Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
 
 
 def largest_tensor(lean: TimedPass) -> int:
@@ -213,7 +206,7 @@ class Script:
         # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
         found.excess = lean.shared  # [guard: room for what groups share]
 
-    def _choose(self, traced: Sequence[TimedPass], lean: TimedPass) -> GroupPlan:
+    def _choose(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plan:
         """Plan from what was measured."""
         found = self.found
         assert lean.meter is not None
@@ -240,7 +233,7 @@ class Script:
         found.search_frontier = partial(frontier, *costs, **known)
         if found.limit is None or found.bare.nbytes <= found.limit:
             nbytes = tuple(group[0].cost.nbytes for group in ways)
-            plan = GroupPlan(names, Plan(len(names)), nbytes, because=_fits(found.bare.nbytes, found.limit))
+            plan = Plan(len(names), names=names, nbytes=nbytes, because=_fits(found.bare.nbytes, found.limit))
             plan = replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline)
             plan = found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
         else:
@@ -330,10 +323,10 @@ class Script:
     def _is_compiled(group: FollowedModule) -> bool:
         return group.compiled or is_compiled(group.module)
 
-    def _fitted(self, plan: GroupPlan) -> Steps:
+    def _fitted(self, plan: Plan) -> Steps:
         """Run passes with plans until one is within the limit, and the same with whole replay; return the faster."""
         found, limit = self.found, self.found.limit or inf
-        tried = list[tuple[GroupPlan, float]]()
+        tried = list[tuple[Plan, float]]()
         for number in range(TRIES):
             found.plan = plan
             passes = [(yield from trimming(found, Stage.PLAN, plan))]
@@ -355,7 +348,7 @@ class Script:
                 return self._as_timed(plan, seconds)
             tried.append((replace(plan, peak_bytes=peak), seconds))
             other = plan if peak <= limit else found.chosen()
-            if (other.plan, other.saves, other.holds) == (plan.plan, plan.saves, plan.holds):
+            if (other.steps, other.saves, other.holds) == (plan.steps, plan.saves, plan.holds):
                 break
             plan = other
         fitting = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
@@ -366,7 +359,7 @@ class Script:
         found.plan = plan = self._as_timed(plan, seconds)
         return (yield from self._whole(plan, seconds))
 
-    def _whole(self, plan: GroupPlan, seconds: float) -> Steps:
+    def _whole(self, plan: Plan, seconds: float) -> Steps:
         """Time passes in which every group is replayed as a whole; return that plan if it is faster and fits.
 
         Its predicted time does not count: it is that of the leanest pass, which waited for copies and for the host.
@@ -392,7 +385,7 @@ class Script:
                 baseline_seconds=plan.baseline_seconds,
                 because=plan.because,
             )
-            same = (whole.plan, whole.saves, whole.holds) == (plan.plan, plan.saves, plan.holds)
+            same = (whole.steps, whole.saves, whole.holds) == (plan.steps, plan.saves, plan.holds)
             if same or (costs.peak_bytes or inf) > limit - excess:
                 break
             found.plan = whole
@@ -407,7 +400,7 @@ class Script:
         found.plan = plan
         return plan
 
-    def _take_peak(self, plan: GroupPlan, passes: Sequence[TimedPass]) -> int:
+    def _take_peak(self, plan: Plan, passes: Sequence[TimedPass]) -> int:
         """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""
         found = self.found
         # [guard: peaks of passes with smaller inputs or less memory before]
@@ -421,17 +414,17 @@ class Script:
         """Return the seconds of a pass as with inputs of the size that the plan is for."""
         return max(timed.seconds(self._backend) / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
 
-    def _as_timed(self, plan: GroupPlan, seconds: float) -> GroupPlan:
+    def _as_timed(self, plan: Plan, seconds: float) -> Plan:
         """Return a plan with the measured seconds of a pass; all others are expected to take as much longer."""
         if not plan.seconds or not plan.baseline_seconds:
             return plan
         self.found.pace *= seconds / plan.seconds
         return plan.measured(seconds, plan.baseline_seconds * seconds / plan.seconds)
 
-    def _keep(self, because: str) -> GroupPlan:
+    def _keep(self, because: str) -> Plan:
         order = self._plans.order
         names = group_names(self._groups, order)
-        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+        return Plan(max(len(names), 1), names=names, nbytes=self._log.bytes_of(order), because=because)
 
 
 def _fits(peak: int, limit: int | None) -> str:
@@ -478,7 +471,7 @@ def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorC
     return {group: list(map(scaled, each)) for group, each in costs.items()}
 
 
-def trimming(found: Findings, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:
+def trimming(found: Findings, stage: Stage, plan: Plan) -> Generator[Stage, TimedPass, TimedPass]:
     """Yield a stage, and let its pass begin with freeing host memory that the plan does not need."""
     found.host_bytes = plan.offloaded_bytes * found.in_flight
     timed = yield from next_pass(stage)

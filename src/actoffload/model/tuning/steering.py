@@ -16,11 +16,10 @@ from ..._warnings import warn
 from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
-from ...planner import GroupPlan
 from ...replay import Policy, names_of, saving
 from ...report.report import GroupReport
-from ...schedule.execution_order import GroupKey, GroupPlans
-from ...schedule.plan import Do, Roles
+from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
+from ...schedule.plan import Do, Plan
 from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
 from ..reporting import LatestPass, PassLog, group_names
@@ -72,15 +71,17 @@ class BySchedule:
             "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
         )
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
         order = self._plans.order
         names = group_names(self._groups, order)
-        plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=self._because)
+        plan = replace(
+            self._plans.roles(order).plan, names=names, nbytes=self._log.bytes_of(order), because=self._because
+        )
         return recomputing(plan, order, self._recompute)
 
 
-def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> GroupPlan:
+def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> Plan:
     """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
     if not policies:
         return plan
@@ -98,7 +99,7 @@ class RolesOfPlan:
     `offload_others`: groups that the plan does not know are offloaded.
     """
 
-    def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan, *, offload_others: bool = False) -> None:
+    def __init__(self, groups: Sequence[FollowedModule], plan: Plan, *, offload_others: bool = False) -> None:
         self._groups, self.plan, self._offload_others = groups, plan, offload_others
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
@@ -107,7 +108,7 @@ class RolesOfPlan:
         }
         # What a later group saves drives an incremental release, so that has to be seen too.
         self.incremental = any(
-            action.do is Do.INCREMENTAL_RELEASE for actions in plan.plan.steps.values() for action in actions
+            action.do is Do.INCREMENTAL_RELEASE for actions in plan.steps.values() for action in actions
         )
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
@@ -117,7 +118,7 @@ class RolesOfPlan:
         if found is None:
             if len(self._known) >= 64:  # a model whose order changes all the time
                 self._known.clear()
-            plan = self.plan.remapped(group_names(self._groups, order), offload_others=self._offload_others).plan
+            plan = remap(self.plan, group_names(self._groups, order), offload_others=self._offload_others)
             found = self._known[order] = Roles.of(plan, planned=True)
         return found
 
@@ -130,7 +131,7 @@ class ByPlan(BySchedule):
         groups: Sequence[FollowedModule],
         plans: GroupPlans,
         log: PassLog,
-        plan: GroupPlan,
+        plan: Plan,
         recompute: Mapping[int, Policy] | None = None,
     ) -> None:
         self._roles = RolesOfPlan(groups, plan)
@@ -154,9 +155,9 @@ class ByPlan(BySchedule):
         self._ways = ways
         return super().pass_ends(done, sequence)
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return the plan that was given, for the order of the latest pass."""
-        return self._roles.plan.remapped(group_names(self._groups, self._plans.order))
+        return remap(self._roles.plan, group_names(self._groups, self._plans.order))
 
 
 GUESS = "These modules may be groups: the first forward shows what each of them saves."
@@ -210,7 +211,7 @@ class Finder:
         """Pass it on to what steers next."""
         self._then.retire()
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return the plan that follows."""
         plan = self._then.plan()
         return replace(plan, because=f"{GUESS} {plan.because}".rstrip()) if self._guessed else plan

@@ -22,10 +22,9 @@ from ..._warnings import warn
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
-from ...planner import GroupPlan
 from ...replay import Policy
-from ...schedule.execution_order import GroupKey, GroupPlans
-from ...schedule.plan import Roles
+from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
+from ...schedule.plan import Plan
 from ...tune.meter import Meter
 from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
@@ -148,15 +147,17 @@ class Tuner:
         """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
         return self.stage is not None and not (self.untimed or self._alone) and self._passed_over <= PASSED_OVER
 
-    def plan(self) -> GroupPlan:
+    def plan(self) -> Plan:
         """Return the plan, or what is done until there is one."""
         order = self._plans.order
         names = group_names(self._groups, order)
         if self._chosen is not None and self._chosen.plan is not None:
-            plan = self._chosen.plan.remapped(names)
+            plan = remap(self._chosen.plan, names)
         else:
             because = ALONE if self._alone else UNTIMED if self.untimed else MEASURING
-            plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
+            plan = replace(
+                self._plans.roles(order).plan, names=names, nbytes=self._log.bytes_of(order), because=because
+            )
         return recomputing(plan, order, self._always)
 
     def costs(self) -> Findings:
@@ -250,7 +251,7 @@ class Tuner:
         try:
             self.stage = self._steps.send(timed)
         except StopIteration as stop:
-            plan: GroupPlan | None = stop.value
+            plan: Plan | None = stop.value
             if plan is None:  # an interrupt had ended it
                 self._begin(timed.number + 1, again=True)
             else:
@@ -379,7 +380,7 @@ class Tuner:
 
     # The plan
 
-    def _settle(self, plan: GroupPlan) -> None:
+    def _settle(self, plan: Plan) -> None:
         """Keep a plan from now on."""
         self.found.plan = plan
         chosen = self._chosen = self.found
