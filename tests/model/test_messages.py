@@ -30,7 +30,14 @@ COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)
 VARIANT = Variant(COST, ("aten.mm.default#0",), read_again=3)
 PLAN = Plan(
-    3, DefaultSchedule(1, 3).plan().steps, ("a", "b", "c"), (1, 2, 3), 0.3, None, 7, "µ", saves=(None, ("x",), None)
+    3,
+    DefaultSchedule(1, 3).plan().steps,
+    ("a", "b", "c"),
+    (1, 2, 3),
+    seconds=0.3,
+    peak_bytes=7,
+    because="µ",
+    saves=(None, ("x",), None),
 )
 
 EXAMPLES = [

@@ -85,7 +85,7 @@ def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
     seconds = data.draw(st.one_of(st.none(), st.floats(0, 1e6)))
     names = tuple(data.draw(st.text(max_size=3)) for _ in range(groups))
     peak, holds = data.draw(st.one_of(st.none(), st.just(5))), data.draw(st.booleans())
-    saved = Plan(groups, plan.steps, names, tuple(range(groups)), seconds, None, peak, holds=holds)
+    saved = replace(plan, names=names, nbytes=tuple(range(groups)), seconds=seconds, peak_bytes=peak, holds=holds)
     path = tmp_path_factory.getbasetemp() / "plan.json"
     saved.save(path)
     loaded = Plan.load(str(path))
@@ -93,7 +93,14 @@ def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
 
 
 def changed(**changes: object) -> str:
-    plan = {"format": "actoffload plan", "version": 1, "names": ["a", "b"], "steps": [], "nbytes": [1, 2]}
+    plan = {
+        "format": "actoffload plan",
+        "version": 1,
+        "model_layers": 2,
+        "names": ["a", "b"],
+        "steps": [],
+        "nbytes": [1, 2],
+    }
     whole = {**plan, "seconds": 1.0, "baseline_seconds": None, "peak_bytes": 3, "because": ""}
     again = {"recomputed_nbytes": [], "recompute_seconds": 0.0, "saves": [], "holds": False}
     return json.dumps({**whole, **again, **changes})

@@ -81,7 +81,7 @@ class LatestPass:
     def planned(self, plan: Plan, names: Sequence[str]) -> PassStatistics:
         """Return the statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
         less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
-        saved, groups = dict(zip(plan.names, plan.nbytes, strict=True)), []
+        saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
         for name, (layer, row) in zip(names, self.statistics.groups, strict=True):
             unseen = self.partly and not row.offloaded and not row.recomputed
             nbytes = max(row.bytes_saved, saved.get(name, 0) * unseen)
@@ -255,7 +255,7 @@ def explain(
         plan, groups = steering.plan(), [module for module in modules if module.group >= 0]
         memory = Memory(modules[0].module, backend, plan, steering.facts().get("next_choice", ""))
         again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
-        kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=True) if name not in again}
+        kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
         if done is None:
             memory.saved.update(kept)
         else:

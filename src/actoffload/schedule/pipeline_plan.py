@@ -5,7 +5,6 @@ The runtime executes a `PipelinePlan` on tensors, and `simulate_pipeline` predic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -14,24 +13,22 @@ from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
-from .._text import milliseconds, size, size_or_dash
+from .._text import size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
-from .plan import Do, PlanFile, number, optional_number
+from .plan import AnyPlan, Do, number, optional_number, saves_in
 
 __all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
 
-FILE = PlanFile("pipeline plan", 1, "plan.save(path)")
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
 Actions = dict[int, dict[int, tuple[ChunkAction, ...]]]
 """Actions by step and position."""
 NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
-WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "saved_peak_bytes", "because"  # as they are
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelinePlan(AnyPlan):
     """What one rank of a pipeline offloads, and when; ``print`` gives a table by stage and group.
 
     Parameters
@@ -89,13 +86,11 @@ class PipelinePlan:
     splits: Mapping[int, bool] = field(default_factory=dict)
     nbytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
-    seconds: float | None = None
-    baseline_seconds: float | None = None
-    peak_bytes: int | None = None
     saved_peak_bytes: int | None = None
-    because: str = ""
     actions: Actions = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
+
+    KIND = "pipeline plan"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", tuple(self.order))
@@ -228,27 +223,11 @@ class PipelinePlan:
         shown = len(header) if self.saves else len(header) - 1
         align = ("right", "left", *["right"] * (shown - 2))
         table = tabulate([row[:shown] for row in rows], header[:shown], disable_numparse=True, colalign=align)
-        return "\n\n".join(filter(None, (f"rank {self.rank}\n{table}", self._expected())))
+        expected = "; ".join(self._expected("step", "without offloading"))
+        return self._text(f"rank {self.rank}\n{table}", expected)
 
-    def _expected(self) -> str:
-        parts = []
-        if self.peak_bytes is not None:
-            parts.append(f"peak {size(self.peak_bytes)}")
-        if self.seconds is not None:
-            beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
-            parts.append(f"step {milliseconds(self.seconds)}{beside}")
-        expected = f"Expected: {'; '.join(parts)}." if parts else ""
-        return " ".join(filter(None, (expected, self.because)))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file.
-
-        Parameters
-        ----------
-        path : str or path-like
-            Replaced if it exists.
-        """
-        content = {
+    def _content(self) -> dict[str, Any]:
+        return {
             "rank": self.rank,
             "order": [str(step) for step in self.order],
             "stages": [
@@ -259,27 +238,31 @@ class PipelinePlan:
                 [*chunk, transfer.release, transfer.reload, transfer.reload_again]
                 for chunk, transfer in self.transfers.items()
             ],
-            **{name: getattr(self, name) for name in WRITTEN},
+            "saved_peak_bytes": self.saved_peak_bytes,
         }
-        FILE.write(path, content)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> PipelinePlan:
-        """Read a plan from a file that `save` wrote.
+    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
+        def moment(value: Any) -> Moment:
+            step, position = map(number, value)
+            return Moment(step, position)
 
-        Parameters
-        ----------
-        path : str or path-like
-            The file.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ValueError
-            If the file has no plan, or one of another version.
-        """
-        return FILE.read(path, _read)
+        stages = {number(stage): rest for stage, *rest in content["stages"]}
+        return {
+            "rank": number(content["rank"]),
+            "order": tuple(Step.parse(text) for text in content["order"]),
+            "names": {stage: tuple(map(str, names)) for stage, (names, *_) in stages.items()},
+            "transfers": {
+                Chunk(*map(number, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
+                for *chunk, release, reload, again in content["transfers"]
+            },
+            "splits": {stage: split is True for stage, (_, split, *_) in stages.items()},
+            "nbytes": {
+                stage: tuple(map(number, known)) for stage, (_, _, known, _) in stages.items() if known is not None
+            },
+            "saves": {stage: saves_in(saves) for stage, (*_, saves) in stages.items() if saves is not None},
+            "saved_peak_bytes": optional_number(content["saved_peak_bytes"]),
+        }
 
 
 def actions_at(calls: Iterable[Call]) -> Actions:
@@ -289,34 +272,3 @@ def actions_at(calls: Iterable[Call]) -> Actions:
         at_step = actions.setdefault(step, {})
         at_step[position] = (*at_step.get(position, ()), ChunkAction(KINDS[kind], chunk))
     return actions
-
-
-def _read(content: dict[str, Any]) -> PipelinePlan:
-    """Return the plan in the content of a file."""
-
-    def moment(value: Any) -> Moment:
-        step, position = map(number, value)
-        return Moment(step, position)
-
-    stages = {number(stage): rest for stage, *rest in content["stages"]}
-    return PipelinePlan(
-        rank=number(content["rank"]),
-        order=tuple(Step.parse(text) for text in content["order"]),
-        names={stage: tuple(map(str, names)) for stage, (names, *_) in stages.items()},
-        transfers={
-            Chunk(*map(number, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
-            for *chunk, release, reload, again in content["transfers"]
-        },
-        splits={stage: split is True for stage, (_, split, *_) in stages.items()},
-        nbytes={stage: tuple(map(number, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
-        saves={
-            stage: tuple(None if names is None else tuple(map(str, names)) for names in saves)
-            for stage, (*_, saves) in stages.items()
-            if saves is not None
-        },
-        seconds=optional_number(content["seconds"], int, float),
-        baseline_seconds=optional_number(content["baseline_seconds"], int, float),
-        peak_bytes=optional_number(content["peak_bytes"]),
-        saved_peak_bytes=optional_number(content["saved_peak_bytes"]),
-        because=str(content["because"]),
-    )

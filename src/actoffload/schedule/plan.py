@@ -8,11 +8,12 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 from tabulate import SEPARATING_LINE, tabulate
 
@@ -21,13 +22,14 @@ from .._text import fold, fold_names, milliseconds, numberless, size, size_or_da
 
 __all__ = [
     "Action",
+    "AnyPlan",
     "Do",
     "Event",
     "Plan",
-    "PlanFile",
     "When",
     "number",
     "optional_number",
+    "saves_in",
 ]
 
 
@@ -80,37 +82,90 @@ class Action:
         return f"{what} layer {self.layer}{' incrementally' if how else ''}"
 
 
-# Files
-
-_Plan = TypeVar("_Plan")
+# What all plans have
 
 
-@dataclass(frozen=True)
-class PlanFile:
-    """A kind of plan file."""
+@dataclass(frozen=True, kw_only=True)
+class AnyPlan:
+    """What plans of models and of pipelines have in common: expected costs, the reason, and the file."""
 
-    kind: str  # what the file has, as errors name it
-    version: int  # of the content
-    written_by: str  # the call that writes such a file, as errors name it
+    seconds: float | None = None
+    baseline_seconds: float | None = None
+    peak_bytes: int | None = None
+    because: str = ""
 
-    def write(self, path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-        """Write the content, with one entry a line."""
-        entries = {"format": f"actoffload {self.kind}", "version": self.version, **content}
-        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
+    KIND: ClassVar[str]  # what a file has, as errors name it
+    VERSION: ClassVar[int] = 1  # of the content of files
+
+    def _expected(self, period: str, without: str) -> list[str]:
+        """Return the expected peak and time, each if it is known; `without` says what the baseline is."""
+        parts = [] if self.peak_bytes is None else [f"peak {size(self.peak_bytes)}"]
+        if self.seconds is not None:
+            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
+            parts.append(f"{period} {milliseconds(self.seconds)}{beside}")
+        return parts
+
+    def _text(self, table: str, expected: str, *more: str) -> str:
+        """Return a table with what is expected and the reason below."""
+        below = f"Expected: {expected}." if expected else "", self.because, *more
+        return "\n\n".join(filter(None, (table, " ".join(filter(None, below)))))
+
+    def _content(self) -> dict[str, Any]:
+        """Return the parameters as a file has them, without those of this class."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters that were written as some content, without those of this class."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, with one entry a line.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Replaced if it exists.
+        """
+        costs = {each.name: getattr(self, each.name) for each in fields(AnyPlan)}
+        content = {"format": f"actoffload {self.KIND}", "version": self.VERSION, **self._content(), **costs}
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
         Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
-    def read(self, path: str | os.PathLike[str], plan_of: Callable[[dict[str, Any]], _Plan]) -> _Plan:
-        """Return what a function makes of the content; a `ValueError` if it fails, or the file is of another kind."""
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If the file has no plan, or one of another version.
+        """
         text = Path(path).read_bytes()
         try:
             content = json.loads(text)
-            if (content["format"], content["version"]) != (f"actoffload {self.kind}", self.version):
-                raise ValueError(f"expected actoffload {self.kind} of version {self.version}")
-            return plan_of(content)
+            if (content["format"], content["version"]) != (f"actoffload {cls.KIND}", cls.VERSION):
+                raise ValueError(f"expected actoffload {cls.KIND} of version {cls.VERSION}")
+            if not isinstance(content["because"], str):
+                raise TypeError("the reason is no text")
+            return cls(
+                **cls._parameters(content),
+                seconds=optional_number(content["seconds"], int, float),
+                baseline_seconds=optional_number(content["baseline_seconds"], int, float),
+                peak_bytes=optional_number(content["peak_bytes"]),
+                because=content["because"],
+            )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path} is no {self.kind} that this version of actoffload can read ({error!r}); "
-                f"write it with `{self.written_by}`."
+                f"{path} is no {cls.KIND} that this version of actoffload can read ({error!r}); "
+                "write it with `save` of a plan."
             ) from error
 
 
@@ -126,15 +181,19 @@ def optional_number(value: Any, *types: type) -> Any:
     return None if value is None else number(value, *types)
 
 
-FILE = PlanFile("plan", 1, "handle.plan.save(path)")
+def saves_in(content: Iterable[Any]) -> tuple[tuple[str, ...] | None, ...]:
+    """Return `saves` for a sequence of groups as a file has it."""
+    return tuple(None if names is None else tuple(map(str, names)) for names in content)
+
+
+# The plan of a model
+
+
 NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
 
 
-# The plan
-
-
 @dataclass(frozen=True)
-class Plan:
+class Plan(AnyPlan):
     """Which actions follow which events in one pass, and what that is expected to cost.
 
     ``print`` gives a table by group; while no sizes are given, the actions in order.
@@ -188,14 +247,12 @@ class Plan:
     steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     nbytes: tuple[int, ...] = ()
-    seconds: float | None = None
-    baseline_seconds: float | None = None
-    peak_bytes: int | None = None
-    because: str = ""
     recomputed_nbytes: tuple[int, ...] = ()
     recompute_seconds: float = 0.0
     saves: tuple[tuple[str, ...] | None, ...] = ()
     holds: bool = False
+
+    KIND = "plan"
 
     def __post_init__(self) -> None:
         check_whole(model_layers=self.model_layers)
@@ -225,7 +282,7 @@ class Plan:
 
     def __reduce__(self) -> tuple[object, ...]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Plan, tuple({**values, "steps": dict(self.steps)}.values())
+        return partial(Plan, **{**values, "steps": dict(self.steps)}), ()
 
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
@@ -252,7 +309,7 @@ class Plan:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that are offloaded."""
-        return sum(self.nbytes[k] for k in self.offloaded)
+        return sum(self.nbytes[k] for k in self.offloaded) if self.nbytes else 0
 
     @property
     def kept_bytes(self) -> int:
@@ -297,9 +354,7 @@ class Plan:
         rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), bool(again))]
         header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
-        expected = f"Expected: {self.expected}." if self.expected else ""
-        unknown = "" if any(self.nbytes) or any(less) else NO_BYTES
-        return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because, unknown))))))
+        return self._text(table, self.expected, "" if any(self.nbytes) or any(less) else NO_BYTES)
 
     def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""
@@ -311,50 +366,37 @@ class Plan:
     @property
     def expected(self) -> str:
         """The expected peak and time of a pass, with what recomputation takes of it; empty if they are not known."""
-        parts = []
-        if self.peak_bytes is not None:
-            parts.append(f"peak {size(self.peak_bytes)}")
-        if self.seconds is not None:
-            # No such pass fits, so its time is a sum over groups that were measured beside copies.
-            without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
-            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
-            parts.append(f"pass {milliseconds(self.seconds)}{beside}")
+        # No pass without fits, so its time is a sum over groups that were measured beside copies.
+        without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
+        parts = self._expected("pass", without)
         if self.recompute_seconds > 0:
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         return "; ".join(parts)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file.
-
-        Parameters
-        ----------
-        path : str or path-like
-            Replaced if it exists.
-        """
+    def _content(self) -> dict[str, Any]:
         steps = [
             [event.when.name, event.layer, action.do.name, action.layer]
             for event in self.events()
             for action in self.steps.get(event, ())
         ]
-        FILE.write(path, {**vars(self), "steps": steps})
+        return {**vars(self), "steps": steps}
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : str or path-like
-            The file.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ValueError
-            If the file has no plan, or one of another version.
-        """
-        return FILE.read(path, _read)
+    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
+        steps: dict[Event, tuple[Action, ...]] = {}
+        for when, at, do, layer in content["steps"]:
+            event = Event(When[when], number(at))
+            steps[event] = (*steps.get(event, ()), Action(Do[do], number(layer)))
+        return {
+            "model_layers": number(content["model_layers"]),
+            "steps": steps,
+            "names": content["names"],
+            "nbytes": tuple(map(number, content["nbytes"])),
+            "recomputed_nbytes": tuple(map(number, content["recomputed_nbytes"])),
+            "recompute_seconds": number(content["recompute_seconds"], int, float),
+            "saves": saves_in(content["saves"]),
+            "holds": content["holds"] is True,
+        }
 
     def _check(self) -> None:
         order = {event: k for k, event in enumerate(self.events())}
@@ -399,25 +441,3 @@ class Plan:
         if place[0] > order[Event(When.BACKWARD_START, layer)]:
             return "after its backward starts, when it is of no use; move it earlier"
         return ""
-
-
-def _read(content: dict[str, Any]) -> Plan:
-    """Return the plan in the content of a file."""
-    names, because = content["names"], content["because"]
-    if not all(isinstance(text, str) for text in (*names, because)):
-        raise TypeError("names are no text")
-    calls = [(Event(When[when], number(at)), Action(Do[do], number(layer))) for when, at, do, layer in content["steps"]]
-    return Plan.of(
-        len(names),
-        calls,
-        names=names,
-        nbytes=tuple(map(number, content["nbytes"])),
-        seconds=optional_number(content["seconds"], int, float),
-        baseline_seconds=optional_number(content["baseline_seconds"], int, float),
-        peak_bytes=optional_number(content["peak_bytes"]),
-        because=because,
-        recomputed_nbytes=tuple(map(number, content["recomputed_nbytes"])),
-        recompute_seconds=number(content["recompute_seconds"], int, float),
-        saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
-        holds=content["holds"] is True,
-    )
