@@ -40,7 +40,7 @@ def test_steps(block, policy, fraction):
     check(lambda: Net(block), policy=policy, fraction=fraction, freed=0.45 if policy in (True, HELD) else 0.2)
 
 
-@pytest.mark.parametrize(("policy", "calls"), [(True, 6), (HELD, 2)])
+@pytest.mark.parametrize(("policy", "calls"), [(True, 5), (HELD, 2)])
 def test_held_values_are_made_once(policy, calls):
     """Otherwise the norm and the activation of a block are made again each time that backward comes to them."""
     counted = []

@@ -412,16 +412,15 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
     """Return the operators of a program, of which each takes some seconds."""
     values, sources = program.trace.values, program.sources
     saved = {entry.value for entry in program.trace.entries}
-    last = max((entry.segment for entry in program.trace.entries if entry.value in program.dropped), default=0)
+    runs = program.runs()
     place = {number: k for k, number in enumerate(program.steps)}
     costs = []
-    for step, own in zip(program.steps.values(), seconds, strict=True):
+    for (number, step), own in zip(program.steps.items(), seconds, strict=True):
         made, read = [value for _, value in step.made], [value for value in step.reads if value not in sources]
         makers = {value: place[values[value].maker] for value in read if values[value].maker in place}
         sizes = tuple(
             values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
         )
-        freed = [value for value in made if value in program.dropped and value not in program.held]
         kept = 0
         of_weights = step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads)
         if of_weights or step.node.operator is same:
@@ -438,7 +437,9 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
                 segment=step.node.segment,
                 kept=kept,
                 gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
-                twice=sum(values[value].nbytes for value in freed) if step.node.segment != last else 0,
+                twice=sum(values[value].nbytes for value in made if value in program.dropped)
+                if runs[number] > 1
+                else 0,
             )
         )
     return costs

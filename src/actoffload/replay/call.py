@@ -194,8 +194,6 @@ class Call:
             if self._proves:
                 self._run_proof(whole=False)
         self._drop(range(len(slots)))
-        if self.program.policy.holds:
-            self._remake.slots = [weakref.ref(slot) for slot in slots if slot is not None and slot.saved is None]
         self._packer.end()
 
     def _adopt(self, program: Program) -> None:
@@ -257,10 +255,13 @@ class Call:
         samples: dict[int, Tensor] = {}
         for number in numbers:
             slot = slots[number]
-            if slot is not None and slot.tensor is not None:
-                if number in sampled:
-                    samples[sampled[number]] = slot.tensor
-                slot.tensor = None
+            if slot is None:
+                continue
+            if slot.tensor is not None and number in sampled:
+                samples[sampled[number]] = slot.tensor
+            if slot.saved is None and (slot.tensor is not None or self._proves):  # a proof has emptied slots before
+                self._remake.slots.setdefault(program.part_of[number], []).append(weakref.ref(slot))
+            slot.tensor = None
         if samples:
             with below_everything():
                 for value, tensor in samples.items():

@@ -1,23 +1,18 @@
-"""The operators that make dropped values again, in the order in which backward needs them.
+"""The operators that make dropped values again, part by part, as backward needs them.
 
-`[Note: what is held]`  Backward reads saved tensors in about the reverse of the order in which they were saved, and a
-program runs as far as the tensor needs that is read.  On the way it makes values that backward reads later.  Those that
-are expensive to make are *held* until they are not needed: results of matrix products, attention and functions, and
-what takes more than `CHEAP` operators.  Of the others, those stay for a while that several tensors of one *segment*
-need, which is what one module directly inside of the group saves.  All else is freed at once, and made again when it is
-read.  So the MLP of a block is made again, used and freed before its attention is.  By a policy that `holds`,
-everything is made once: a block of a Llama takes an eighth to a fourth more memory, see `call` [Note: values that are
-held].
-
-`[Note: counts]`  A held value, or a source of the program, is needed by each dropped value that is made from it by
-cheap operators until backward has read that, and by each held value until that is made.  The counts decide when memory
-is freed and nothing else: a value that is missing is made again from sources, all of which remain as long as a graph
-that is retained may read them again.
+`[Note: parts]`  What one module directly inside of the group saves is a part; by a policy that `holds`, the whole call
+is one.  Backward reads saved tensors in about the reverse of the order of saving.  The first read of a part makes all
+of it, so the MLP of a block is made again, used and freed before its attention is.  On the way values of other parts
+are made.  Of those, the ones that are expensive to make are *held* until no part is left that needs them: results of
+matrix products, attention and functions, and what takes more than `CHEAP` operators.  All else is freed at once, and
+made again with its own part.  A call that is one part runs each operator once, and takes more memory: an eighth to a
+fourth for a block of a Llama.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +27,7 @@ from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight, ret
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
 CHEAP = 4
-"""Operators that may be run again to make a value instead of holding it."""
+"""Operators that may be run once more to make a value instead of holding it."""
 
 
 class _Read(NamedTuple):
@@ -72,6 +67,13 @@ class Step(NamedTuple):
     reads: tuple[int, ...]  # values, each once
     sources: tuple[int, ...]  # those of them that the program does not make
     scratch: tuple[int, ...]  # places of running statistics, of which it gets copies
+
+
+class Fill(NamedTuple):
+    """How a part of a program is made."""
+
+    run: list[tuple[Step, tuple[int, ...], tuple[int, ...]]]  # with sources that are new, and what is freed behind it
+    needed: frozenset[int]  # sources and values that other parts need
 
 
 def on_value(tensor: Tensor, read: _Read) -> Tensor:
@@ -146,23 +148,19 @@ class Program:
     kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
     steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
-    held: frozenset[int] = frozenset()
-    basis: dict[int, tuple[int, ...]] = field(default_factory=dict)  # see [Note: counts]
-    counts: dict[int, int] = field(default_factory=dict)
-    pending: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
+    uses: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
     expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
-    # By segment and value, where several tensors of the segment need a cheap value: how many dropped values do.
-    near: dict[tuple[int, int], int] = field(default_factory=dict)
-    near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
+    held: frozenset[int] = frozenset()  # see [Note: parts]
+    part_of: list[int] = field(default_factory=list)  # by entry
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the dropped values of each
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     stays: set[int] = field(default_factory=set)  # entries that turned out to be weights, or casts of such
     firsts: dict[int, int] = field(default_factory=dict)  # dropped values, by the entry that saves each first
     samples: dict[int, int] = field(default_factory=dict)  # those of them of which samples are compared
     dropped_bytes: int = 0
-    _runs: dict[tuple[int, ...], list[tuple[Step, tuple[int, ...]]]] = field(default_factory=dict)
-    _every_run: list[tuple[Step, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    _fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -176,14 +174,14 @@ class Program:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
                 assert read is not None
                 self.reads[number] = read
-                self.pending[entry.value] = self.pending.get(entry.value, 0) + 1
+                self.uses[entry.value] = self.uses.get(entry.value, 0) + 1
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
         self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
         self.inputs = tuple((value, source) for value, source in self.sources.items() if type(source) is int)
         self.expected = list(map(self._expect, trace.entries))
-        self._count()
+        self._divide()
         self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
         first: dict[int, int] = {}
@@ -285,62 +283,79 @@ class Program:
             view.offset // view.dtype.itemsize,
             value,
             value in self.dropped,
-            self.pending.get(value, 0) > 1,
+            self.uses.get(value, 0) > 1,
             source if same else -1,  # type: ignore[arg-type]
         )
 
-    # What is held, and until when
+    # Parts
 
-    def _count(self) -> None:
+    def _divide(self) -> None:
+        """Divide what is dropped into parts, and find what is held; see [Note: parts]."""
         held, costs = set[int](), dict[int, int]()
-        below: dict[int, set[int]] = {}  # by value: the held values and sources from which cheap operators make it
-        path: dict[int, set[int]] = {}  # by value: these operators
         for number in sorted(self.steps):
             step = self.steps[number]
-            cost, found, steps = 1, set[int](), {number}
-            for value in step.reads:
-                if value in self.sources or value in held:
-                    found.add(value)
-                else:
-                    cost += costs[value]
-                    found |= below[value]
-                    steps |= path[value]
+            cost = 1 + sum(costs[value] for value in step.reads if value not in self.sources and value not in held)
             operator = step.node.operator
             known = operator not in COSTLY and not isinstance(operator, FunctionCall)
             expensive = cost > CHEAP or not known or getattr(operator, "namespace", "aten") != "aten"
             for _, value in step.made:
-                costs[value], below[value], path[value] = cost, found, steps
+                costs[value] = cost
                 if expensive:
                     held.add(value)
         self.held = frozenset(held)
-        self.basis = {value: tuple(below[value]) for value in {*self.dropped, *held}}
-        for values in self.basis.values():
-            for value in values:
-                self.counts[value] = self.counts.get(value, 0) + 1
-        for value in self.dropped & self.held:
-            self.counts[value] = self.counts.get(value, 0) + 1  # until backward has read it
-        self._count_near(path)
-
-    def _count_near(self, path: dict[int, set[int]]) -> None:
-        segments: dict[int, set[int]] = {}  # the dropped values of each
-        for entry in self.trace.entries:
+        self.part_of = [0 if self.policy.holds else entry.segment for entry in self.trace.entries]
+        parts: dict[int, dict[int, None]] = {}
+        for part, entry in zip(self.part_of, self.trace.entries, strict=True):
             if entry.value in self.dropped:
-                segments.setdefault(entry.segment, set()).add(entry.value)
-        keys: dict[int, list[tuple[int, int]]] = {value: [] for value in self.dropped}
-        for segment, dropped in segments.items():
-            made = [value for value in self.held if self.nodes[self.trace.values[value].maker].segment == segment]
-            uses = dict.fromkeys(dropped, 1)
-            for number in set[int]().union(*(path[value] for value in (*dropped, *made))):
-                for value in self.steps[number].reads:
-                    uses[value] = uses.get(value, 0) + 1
-            for value, number in uses.items():
-                if number > 1 and value not in self.held and value not in self.sources:
-                    maker = self.trace.values[value].maker
-                    readers = [each for each in dropped if each == value or maker in path[each]]
-                    self.near[segment, value] = len(readers)
-                    for reader in readers:
-                        keys[reader].append((segment, value))
-        self.near_of = {value: tuple(found) for value, found in keys.items()}
+                parts.setdefault(part, {})[entry.value] = None
+        self.parts = {part: tuple(values) for part, values in parts.items()}
+
+    def fill(self, part: int, present: frozenset[int], others: frozenset[int]) -> Fill:
+        """Return how a part is made, if some values are there, and other parts are still to be made."""
+        found = self._fills.get((part, present, others))
+        if found is None:
+            if len(self._fills) > FILLS:
+                self._fills.clear()
+            run, _ = self._makers(self.parts[part], present)
+            steps = [self.steps[number] for number in sorted(run)]
+            mentioned = [dict.fromkeys((*(value for _, value in step.made), *step.reads)) for step in steps]
+            last = {value: place for place, values in enumerate(mentioned) for value in values}
+            held = (present | last.keys()) & self.held
+            _, needed = self._makers((value for other in others for value in self.parts[other]), held)
+            stays, there, lines = {*self.parts[part], *needed}, set[int](), []
+            for place, (step, values) in enumerate(zip(steps, mentioned, strict=True)):
+                fetched = tuple(value for value in step.sources if value not in there)
+                unneeded = tuple(value for value in values if last[value] == place and value not in stays)
+                lines.append((step, fetched, unneeded))
+                there.update(fetched)
+            found = self._fills[part, present, others] = Fill(lines, frozenset(needed))
+        return found
+
+    def _makers(self, targets: Iterable[int], present: Collection[int]) -> tuple[set[int], set[int]]:
+        """Return the operators that make values from sources and from values that are there, and which of these."""
+        found, needed, waiting = set[int](), set[int](), list(targets)
+        while waiting:
+            value = waiting.pop()
+            if value in present or value in self.sources:
+                needed.add(value)
+                continue
+            maker = self.trace.values[value].maker
+            if maker not in found:
+                found.add(maker)
+                waiting += self.steps[maker].reads
+        return found, needed
+
+    def runs(self) -> Counter[int]:
+        """Return how often each operator runs if backward comes to the parts in reverse order."""
+        present, others, found = frozenset[int](), set(self.parts), Counter[int]()
+        places = {id(step): number for number, step in self.steps.items()}
+        for part in sorted(self.parts, reverse=True):
+            others.remove(part)
+            fill = self.fill(part, present, frozenset(others))
+            found.update(places[id(step)] for step, _, _ in fill.run)
+            present |= {value for step, _, _ in fill.run for _, value in step.made}
+            present &= fill.needed
+        return found
 
     def _plan_drops(self) -> None:
         """Decide behind which entries values are dropped: where a module inside has ended that saved much."""
@@ -408,56 +423,8 @@ class Program:
             for place, value in step.made:
                 values[value] = outputs[place]
 
-    def every_run(self) -> list[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
-        """Return all operators in order, with the sources that each is the first to read, and what none needs later."""
-        if not self._every_run:
-            steps = [self.steps[number] for number in sorted(self.steps)]
-            values = [dict.fromkeys((*(value for _, value in step.made), *step.reads)) for step in steps]
-            last = {value: place for place, mentioned in enumerate(values) for value in mentioned}
-            there: set[int] = set()
-            for place, (step, mentioned) in enumerate(zip(steps, values, strict=True)):
-                sources = tuple(value for value in step.sources if value not in there)
-                unneeded = tuple(v for v in mentioned if last[v] == place and v not in self.dropped)
-                self._every_run.append((step, sources, unneeded))
-                there.update(sources)
-        return self._every_run
 
-    def to_run(self, target: int, present: Collection[int]) -> list[tuple[Step, tuple[int, ...]]]:
-        """Return the operators that make a value from the sources and from the values that are present, in order.
-
-        With each are the values that no later one needs.  Backwards of a program ask for the same each time.
-        """
-        key = target, *present
-        found = self._runs.get(key)
-        if found is None:
-            if len(self._runs) > RUNS:
-                self._runs.clear()
-            found = self._runs[key] = []
-            seen = {target}
-            for number in reversed(self._find_run(target, present)):
-                step = self.steps[number]
-                mentioned = dict.fromkeys([*(value for _, value in step.made), *step.reads])
-                found.append((step, tuple(value for value in mentioned if value not in seen)))
-                seen.update(mentioned)
-            found.reverse()
-        return found
-
-    def _find_run(self, target: int, present: Collection[int]) -> list[int]:
-        found: set[int] = set()
-        waiting = [target]
-        makers, steps, sources = self.trace.values, self.steps, self.sources
-        while waiting:
-            value = waiting.pop()
-            if value in present or value in sources:
-                continue
-            maker = makers[value].maker
-            if maker not in found:
-                found.add(maker)
-                waiting += steps[maker].reads
-        return sorted(found)
-
-
-RUNS = 1024
+FILLS = 256
 """Requests of backwards that a program remembers."""
 SAMPLED = 2
 """Values of a call of which samples are compared, at most; all others are read to make these."""

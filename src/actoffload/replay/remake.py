@@ -1,8 +1,8 @@
 """What a call of a module leaves for backward: it makes the values again that the call has dropped.
 
-`[Note: values that are held]`  By a policy that `holds`, the first read of a backward that frees its graph makes
-everything, and each slot gets its tensor: autograd frees a slot right after the node that it was saved for.  Any other
-backward makes values as far as they are read, and counts the reads.
+`[Note: filled slots]`  The first read of a part of the program makes all of it, and each slot gets its tensor.
+Autograd frees a slot right after the node that it was saved for.  If backward keeps its graph, slots are emptied at its
+end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -35,14 +36,13 @@ GATHERED = (
 class Slot:
     """What autograd holds for a saved tensor: the tensor itself, what the engine holds, or the call that makes it."""
 
-    __slots__ = ("__weakref__", "number", "read", "remake", "saved", "tensor", "version")
+    __slots__ = ("__weakref__", "number", "remake", "saved", "tensor", "version")
 
     def __init__(self, remake: Remake, number: int, tensor: Tensor) -> None:
         self.remake, self.number = remake, number
         self.tensor: Tensor | None = tensor  # itself, not an alias: the call takes it out again before it ends
         self.version = version_of(tensor)
         self.saved: Any = None
-        self.read = False
 
     @property
     def edited(self) -> bool:
@@ -81,181 +81,86 @@ class Remake:
         self.held: dict[int, Any] = {}  # by source: what the engine holds
         self.versions: dict[int, int] = {}  # of weights
         self.samples: dict[int, Sample] = {}
-        self.slots: list[weakref.ref[Slot]] = []  # of what is dropped, if it is made again at once
+        self.slots: dict[int, list[weakref.ref[Slot]]] = {}  # of what is dropped, by part
         self._lock = threading.RLock()
-        self._values: dict[int, Tensor] = {}  # that were made again
-        self._counts: dict[int, int] = {}
-        self._pending: dict[int, int] = {}  # empty before the first backward
-        self._backward = NO_BACKWARD
+        self._values: dict[int, Tensor] = {}  # that were made again, and that parts need which are not filled
+        self._made_versions: dict[int, int] = {}  # of these
+        self._filled: set[int] = set()
+        self._frees = False  # a backward has freed a part of its graph
+        self._backward = NO_BACKWARD  # the latest in which something was made
 
     def fetch_saved(self, slot: Slot) -> Tensor:
         """Return a kept tensor to a function whose backward may write to it."""
         tensor = unpack(slot.saved)
-        with self._lock:
-            value = self.program.trace.entries[slot.number].value
-            counts = self._counts or self.program.counts
-            needed = (
-                self.program.trace.entries[slot.number].by_function and value in self.held and counts.get(value, 0) > 0
-            )
+        entry = self.program.trace.entries[slot.number]
         # [guard: functions that write to what programs read]
-        return copy_of(tensor) if needed else tensor
+        return copy_of(tensor) if entry.by_function and entry.value in self.held else tensor
 
     def fetch(self, slot: Slot) -> Tensor:
-        """Make a dropped tensor again, as far as it is not there, and free what backward needs no longer."""
+        """Make the part of a dropped tensor again, and return the tensor."""
         try:
-            return self._fetch(slot)
-        except BaseException:
+            with self._lock:
+                if slot.tensor is None:
+                    self._fill(self.program.part_of[slot.number])
+                tensor = slot.unpack()
+                if backward_id() == NO_BACKWARD:
+                    self._empty()
+                return tensor
+        except BaseException as error:
             rise()  # replay that fails
+            if isinstance(error, Exception):
+                error.add_note(f"This was raised in backward, while values of {self.name} were computed again.")
             raise
 
     opaque(fetch)
 
-    def _fetch(self, slot: Slot) -> Tensor:
-        program = self.program
-        entry = program.trace.entries[slot.number]
-        value = entry.value
-        with self._lock:
-            if self.slots and slot.tensor is None and backward_id() != NO_BACKWARD and not keeps_graph():
-                self._fill_slots()
-            if slot.tensor is not None:
-                return slot.unpack()
-            counts = self._begin()
-            values = self._values
-            if value not in values:
-                self._make(value, entry.segment, counts=counts)
-            tensor = values[value]
-            # values that a backward has written to
-            if version_of(tensor) != self._made_versions[value]:
-                raise changed(tensor, tensor.size(), self._made_versions[value])
-            if counts and not slot.read:
-                slot.read = True
-                self._pending[value] -= 1
-                if not self._pending[value]:
-                    self._count_read(value)
-            read = program.reads[slot.number]
-            tensor = on_value(tensor, read)
-            if entry.by_function and value in values:
-                tensor = copy_of(tensor)  # functions that write to values
-            if self._backward == NO_BACKWARD:
-                values.clear()
-            return tensor
-
-    def _fill_slots(self) -> None:
-        """Make everything; see [Note: values that are held]."""
-        program, entries, values = self.program, self.program.trace.entries, dict[int, Tensor]()
-        try:
-            with below_everything():
-                for step, sources, unneeded in program.every_run():
-                    for value in sources:
-                        values[value] = self._source(value)
-                    program.run(step, values)
-                    for _, value in step.made:
-                        if value in self.samples:
-                            self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
-                    for value in unneeded:
-                        del values[value]
-                for ref in self.slots:
-                    slot = ref()
-                    if slot is None:
-                        continue
-                    value = entries[slot.number].value
-                    tensor = on_value(values[value], program.reads[slot.number])
-                    if entries[slot.number].by_function and program.pending[value] > 1:
-                        tensor = copy_of(tensor)  # functions that write to values
-                    slot.tensor, slot.version = tensor, version_of(tensor)
-        except Exception as error:
-            error.add_note(f"This was raised in backward, while values of {self.name} were computed again.")
-            raise
-        self.slots = []
-        self.held.clear()
-
-    def _begin(self) -> bool:
-        """Note which backward reads; return whether it frees what it has read, so that uses can be counted."""
-        if not self._pending:
-            program = self.program
-            self._made_versions: dict[int, int] = {}
-            self._made: set[int] = set()  # held values whose sources were counted
-            self._stays_for: dict[int, int] = {}  # by cheap value that is not freed: the segment that needs it
-            self._counts, self._pending, self._near = dict(program.counts), dict(program.pending), dict(program.near)
-        now = backward_id()
-        retained = now == NO_BACKWARD or keeps_graph()
+    def _fill(self, part: int) -> None:
+        """Make a part, and give its slots their tensors; see [Note: filled slots]."""
+        program, values, now = self.program, self._values.copy(), backward_id()
+        frees = now != NO_BACKWARD and not keeps_graph()
         if now != self._backward:
             self._backward = now
-            if retained:
-                self._values.clear()
-                if now != NO_BACKWARD:
-                    after_backward(self._values.clear)  # they are made again for the next backward
-        return not retained
+            if not frees and now != NO_BACKWARD:
+                after_backward(self._empty)
+        fill = program.fill(part, frozenset(values), frozenset(program.parts.keys() - self._filled - {part}))
+        for value, tensor in values.items():  # values that a backward has written to
+            if version_of(tensor) != self._made_versions[value]:
+                raise changed(tensor, tensor.size(), self._made_versions[value])
+        with below_everything():
+            for step, sources, unneeded in fill.run:
+                for value in sources:
+                    values[value] = self._source(value)
+                program.run(step, values)
+                for _, value in step.made:
+                    if value in self.samples:
+                        self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
+                for value in unneeded:
+                    del values[value]
+            for ref in self.slots.get(part, ()):
+                slot = ref()
+                if slot is None or slot.tensor is not None:
+                    continue
+                entry = program.trace.entries[slot.number]
+                tensor = on_value(values[entry.value], program.reads[slot.number])
+                if entry.by_function and (program.uses[entry.value] > 1 or entry.value in fill.needed):
+                    tensor = copy_of(tensor)  # functions that write to values
+                slot.tensor, slot.version = tensor, version_of(tensor)
+        self._filled.add(part)
+        self._values = {value: tensor for value, tensor in values.items() if value in fill.needed & program.held}
+        self._made_versions = {value: version_of(tensor) for value, tensor in self._values.items()}
+        if frees:
+            self._frees = True
+            self.held = {value: saved for value, saved in self.held.items() if value in fill.needed}
 
-    def _count_read(self, value: int) -> None:
-        """Count that backward has read all that was saved of a value, and free what nothing else needs."""
-        program = self.program
-        if value in program.held:
-            self._release(value)
-        else:
-            for source in program.basis[value]:
-                self._release(source)
-        for key in program.near_of[value]:
-            self._near[key] -= 1
-            if not self._near[key] and self._stays_for.get(key[1]) == key[0]:
-                del self._stays_for[key[1]]
-                if not self._is_partly_read(key[1]):
-                    self._values.pop(key[1], None)
-        if value not in program.held and value not in self._stays_for:
-            self._values.pop(value, None)
-
-    def _release(self, value: int) -> None:
-        """Count that one use of a held value or of a source is over, and free it if it was the last."""
-        counts = self._counts
-        counts[value] -= 1
-        if not counts[value]:
-            self._values.pop(value, None)
-            self.held.pop(value, None)
-
-    def _is_partly_read(self, value: int) -> bool:
-        return value in self._pending and 0 < self._pending[value] < self.program.pending[value]
-
-    def _make(self, target: int, segment: int, *, counts: bool) -> None:
-        """Run the operators that make a value, and free what is not needed soon; see [Note: what is held]."""
-        program, values, held, samples = self.program, self._values, self.program.held, self.samples
-        fetched: list[int] = []
-        try:
-            with below_everything():
-                for step, unneeded in program.to_run(target, values):
-                    for value in step.sources:
-                        if value not in values:
-                            values[value] = self._source(value)
-                            fetched.append(value)
-                    program.run(step, values)
-                    for _, value in step.made:
-                        tensor = values[value]
-                        self._made_versions[value] = version_of(tensor)
-                        if value in samples:
-                            self._alarm.compare(samples.pop(value), tensor, self.name, step.node)
-                        if value in held and counts and value not in self._made:
-                            self._made.add(value)
-                            for each in program.basis[value]:
-                                self._release(each)
-                    for value in unneeded:
-                        self._free(value, segment)
-        except Exception as error:
-            error.add_note(f"This was raised in backward, while values of {self.name} were computed again.")
-            raise
-        finally:
-            for value in fetched:
-                values.pop(value, None)
-
-    def _free(self, value: int, segment: int) -> None:
-        """Free a value that nothing reads now, unless it is worth having it later."""
-        if value in self.program.held:
-            if self._counts.get(value):
-                return
-        elif self._near.get((segment, value)):
-            self._stays_for.setdefault(value, segment)
-            return
-        elif value in self._stays_for or self._is_partly_read(value):
-            return
-        self._values.pop(value, None)
+    def _empty(self) -> None:
+        """Empty the slots that were filled: what backward needs once more is made again."""
+        self._filled = set()
+        if not self._frees:  # otherwise sources may be gone
+            self._values = {}
+        for ref in chain(*self.slots.values()):
+            slot = ref()
+            if slot is not None:
+                slot.tensor = None
 
     def _source(self, value: int) -> Tensor:
         source = self.program.sources[value]
