@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
@@ -253,10 +253,7 @@ class Ranks:
         self, rank: int, limit: float, *, free: float, quick: bool = False, allowed: float = inf
     ) -> tuple[Placement, float] | None:
         """Return what one rank does within a limit, as `Choices.within`, while the others offload nothing."""
-
-        def alone(placement: Placement, allowed: float) -> float:
-            return self.alone(rank, placement, allowed)
-
+        alone = partial(self.alone, rank)
         return self.choices[rank].within(limit, alone, self.seconds * (1 + free), quick=quick, allowed=allowed)
 
     def recompute(self, rank: int, limit: float, free: float, *, quick: bool = False) -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import LayerCost, Saved
 from ..schedule.pipeline import SplitCost, StageCost
-from ..schedule.pipeline_plan import PipelinePlan
 
 __all__ = [
     "OperatorCost",
@@ -25,7 +24,6 @@ __all__ = [
     "replay_ways",
     "saved_by",
     "upgrades",
-    "ways_of",
     "within",
 ]
 
@@ -120,12 +118,6 @@ class Variant:
         return replace(self, cost=change(self.cost), held=None if self.held is None else change(self.held))
 
 
-def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
-    """Return how long those of the operators take that run again if the outputs of some, given by name, are saved."""
-    pairs = zip(operators, _again(operators, saved), strict=True)
-    return sum(each.seconds for each, again in pairs if again)
-
-
 def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
     """Return operators with times that are right if all of them take so long together.
 
@@ -156,7 +148,8 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     part within a segment.
     """
     order = _worth_in_order(operators)
-    every, total = _seconds_again(operators, ()), sum(each.seconds for each in operators)
+    whole_again, total = operators_again(operators, ()), _seconds(operators)
+    every = _seconds(whole_again) + _seconds(_repeated(whole_again, ()))
     largest, gradient = _transient(operators, ()), max((each.gradient for each in operators), default=0)
     # Less than a segment may lie on the device at a time, so that its bytes hide those of the gradients.
     hidden = max(whole.backward_temporary - largest, min(gradient, whole.backward_temporary - gradient), 0)
@@ -164,17 +157,17 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     found = []
     for number in (len(order), *_steps([each.nbytes for each in order], STEPS)):
         names = {each.name for each in order[:number]}
-        again = _seconds_again(operators, names)
+        again = operators_again(operators, names)
+        repeated = _repeated(again, names)
         transient = _transient(operators, names)
-        backward = max(whole.backward - (every - again), whole.forward)
+        backward = max(whole.backward - (every - (_seconds(again) + _seconds(repeated))), whole.forward)
         saved = list(whole.saved)
         for k, each in enumerate(operators):
             if each.name in names:
                 place = times[k + 1] / total if total else (k + 1) / len(operators)
                 saved += [Saved(nbytes, min(place, 1.0), max(1.0 - place, 0.0)) for nbytes in each.own]
         saved.sort(key=lambda each: each.saved_at)
-        spared = whole.host_forward * (1 - count_again(operators, names) / max(count_again(operators, ()), 1))
-        repeated = _repeated(operators, names)
+        spared = whole.host_forward * (1 - len(again) / max(len(whole_again), 1))
         cost = replace(
             whole,
             backward=backward,
@@ -185,7 +178,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
         )
         held = replace(
             cost,
-            backward=max(backward - sum(each.seconds for each in repeated), whole.forward),
+            backward=max(backward - _seconds(repeated), whole.forward),
             backward_temporary=cost.backward_temporary + sum(each.twice for each in repeated),
             host_backward=max(cost.host_backward - whole.host_forward * len(repeated) / len(operators), 0.0),
         )
@@ -196,18 +189,8 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     return (Variant(plain), *(found if plain != found[0].cost else found[1:]))
 
 
-def _seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
-    """Return how long those take that run again, some of them twice."""
-    return seconds_again(operators, saved) + sum(each.seconds for each in _repeated(operators, saved))
-
-
-def _repeated(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[OperatorCost]:
-    """Return the operators that run twice again, unless what they make is held."""
-    pairs = zip(operators, _again(operators, saved), strict=True)
-    return [each for each, again in pairs if again and each.twice and each.name not in saved]
-
-
-def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bool]:
+def operators_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[OperatorCost]:
+    """Return the operators that run again if the outputs of some, given by name, are saved."""
     needed = [each.needed for each in operators]
     again = [False] * len(operators)
     for k in reversed(range(len(operators))):
@@ -217,12 +200,16 @@ def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bo
                 needed[other] = True
             for other in operators[k].unsaved:
                 again[other] = True
-    return again
+    return [each for each, runs in zip(operators, again, strict=True) if runs]
 
 
-def count_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> int:
-    """Return how many of the operators run again if the outputs of some, given by name, are saved."""
-    return sum(_again(operators, saved))
+def _repeated(again: Sequence[OperatorCost], saved: Collection[str]) -> list[OperatorCost]:
+    """Return those that run twice again, unless what they make is held."""
+    return [each for each in again if each.twice and each.name not in saved]
+
+
+def _seconds(operators: Iterable[OperatorCost]) -> float:
+    return sum(each.seconds for each in operators)
 
 
 def _transient(operators: Sequence[OperatorCost], saved: Collection[str]) -> int:
@@ -241,13 +228,13 @@ def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, 
     What an output spares falls as others are saved, so an order by what it spared before is corrected lazily.
     """
     names: set[str] = set()
-    now = seconds_again(operators, names)
+    now = _seconds(operators_again(operators, names))
     heap = [(-inf, k) for k, each in enumerate(operators) if each.nbytes]
     found = []
     while heap:
         _, k = heappop(heap)
         each = operators[k]
-        spares = now - seconds_again(operators, {*names, each.name})
+        spares = now - _seconds(operators_again(operators, {*names, each.name}))
         density = spares / each.nbytes
         if heap and density < -heap[0][0]:
             heappush(heap, (-density, k))
@@ -294,7 +281,6 @@ def upgrades(
     pairs: Sequence[tuple[int, int]],
     nbytes: Mapping[tuple[int, int], Sequence[int]],
     seconds: Mapping[tuple[int, int], Sequence[float]],
-    only: int | None = None,
 ) -> list[Upgrade]:
     """Return steps from no recomputation of some groups to the most, the cheapest bytes first.
 
@@ -304,34 +290,23 @@ def upgrades(
         Stages and groups; of those that cost the same the one comes first that does here.
     nbytes, seconds : mapping
         For each group what it saves and how long it computes, in each of its ways.
-    only : int, optional
-        The one way that may be taken, or the last way of groups that have fewer; None for all.
     """
     steps: list[Upgrade] = []
     for pair in pairs:
-        last = len(nbytes[pair]) - 1
-        ways = range(1, last + 1) if only is None else [min(only, last)] if last else []
-        steps += _worthwhile(pair, nbytes[pair], seconds[pair], ways)
+        found: list[Upgrade] = []  # each further byte costs more than those before it
+        for way in range(1, len(nbytes[pair])):
+            while True:
+                before = found[-1].way if found else 0
+                less = nbytes[pair][before] - nbytes[pair][way]
+                if less <= 0:
+                    break
+                price = (seconds[pair][way] - seconds[pair][before]) / less
+                if not found or price >= found[-1].price:
+                    found.append(Upgrade(price, pair, way))
+                    break
+                found.pop()
+        steps += found
     return sorted(steps, key=lambda step: step.price)
-
-
-def _worthwhile(
-    pair: tuple[int, int], nbytes: Sequence[int], seconds: Sequence[float], ways: Iterable[int]
-) -> list[Upgrade]:
-    """Return the ways of one group such that each further byte costs more than those before it."""
-    found: list[Upgrade] = []
-    for way in ways:
-        while True:
-            before = found[-1].way if found else 0
-            less = nbytes[before] - nbytes[way]
-            if less <= 0:
-                break
-            price = (seconds[way] - seconds[before]) / less
-            if not found or price >= found[-1].price:
-                found.append(Upgrade(price, pair, way))
-                break
-            found.pop()
-    return found
 
 
 def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways) -> tuple[StageCost, ...]:
@@ -360,17 +335,6 @@ def _split(split: SplitCost, plain: LayerCost, way: Variant) -> SplitCost:
     seconds = max(split.input_seconds + way.cost.backward - plain.backward, 0.0)
     kept = min(split.kept if way.read_again is None else way.read_again, way.cost.nbytes)
     return replace(split, input_seconds=seconds, kept=kept, recomputed=max(split.kept - kept, 0))
-
-
-def ways_of(plans: Iterable[PipelinePlan], variants: StageVariants) -> dict[tuple[int, int], int]:
-    """Return the ways in which plans recompute groups."""
-    return {
-        (stage, group): next(k for k, way in enumerate(variants[stage][group]) if way.saves == names)
-        for plan in plans
-        for stage, saves in plan.saves.items()
-        for group, names in enumerate(saves)
-        if names is not None
-    }
 
 
 def saved_by(
