@@ -101,7 +101,7 @@ class Remake:
         try:
             with self._lock:
                 if slot.tensor is None:
-                    self._fill(self.program.part_of[slot.number])
+                    self._fill(self.program.part_of[slot.number], slot)
                 tensor = slot.unpack()
                 if backward_id() == NO_BACKWARD:
                     self._empty()
@@ -114,8 +114,8 @@ class Remake:
 
     opaque(fetch)
 
-    def _fill(self, part: int) -> None:
-        """Make a part, and give its slots their tensors; see [Note: filled slots]."""
+    def _fill(self, part: int, asked: Slot) -> None:
+        """Make a part, and give its slots their tensors, also the one that was read; see [Note: filled slots]."""
         program, values, now = self.program, self._values.copy(), backward_id()
         frees = now != NO_BACKWARD and not keeps_graph()
         if now != self._backward:
@@ -136,8 +136,7 @@ class Remake:
                         self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
                 for value in unneeded:
                     del values[value]
-            for ref in self.slots.get(part, ()):
-                slot = ref()
+            for slot in (asked, *(ref() for ref in self.slots.get(part, ()))):
                 if slot is None or slot.tensor is not None:
                     continue
                 entry = program.trace.entries[slot.number]
