@@ -1,4 +1,4 @@
-"""The default schedule, as events."""
+"""The default and the manual schedule, as events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
-from actoffload.schedule.schedules import DefaultSchedule
+from actoffload.schedule.schedules import DefaultSchedule, ManualSchedule
 
 SIZES = [(n, m) for m in range(1, 8) for n in range(m)]
 
@@ -22,20 +22,6 @@ def release(layer: int) -> Action:
 
 def reload(layer: int) -> Action:
     return Action(Do.RELOAD, layer)
-
-
-def test_two_of_five_written_out() -> None:
-    assert DefaultSchedule(num_layers=2, model_layers=5).plan() == Plan(
-        5,
-        {
-            Event(When.FORWARD_START, 0): (offload(0),),
-            Event(When.FORWARD_START, 1): (offload(1),),
-            Event(When.FORWARD_START, 3): (release(0),),
-            Event(When.FORWARD_START, 4): (release(1),),
-            Event(When.BACKWARD_END, 4): (reload(1),),
-            Event(When.BACKWARD_END, 3): (reload(0),),
-        },
-    )
 
 
 def test_three_of_five_written_out_release_makes_room_first() -> None:
@@ -95,3 +81,38 @@ def test_only_one_resident_layer_prevents_overlap(num_layers: int, model_layers:
 def test_impossible_numbers_are_refused(num_layers: int, model_layers: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         DefaultSchedule(num_layers, model_layers)
+
+
+# Calls by hand
+
+
+def test_calls_become_actions_at_their_events_in_order() -> None:
+    schedule = (
+        ManualSchedule(model_layers=4)
+        .start_offload_layer(0, after_forward_of=0)
+        .release_activation_forward_gpu_memory(0, after_forward_of=1)
+        .start_offload_layer(1, after_forward_of=1)
+        .start_reload_layer(0, before_backward_of=2)
+    )
+    assert schedule.plan() == Plan(
+        4,
+        {
+            Event(When.FORWARD_END, 0): (offload(0),),
+            Event(When.FORWARD_END, 1): (release(0), offload(1)),
+            Event(When.BACKWARD_START, 2): (reload(0),),
+        },
+    )
+
+
+def test_a_call_does_not_change_its_schedule() -> None:
+    first = ManualSchedule(model_layers=2).start_offload_layer(0, after_forward_of=0)
+    first.release_activation_forward_gpu_memory(0, after_forward_of=1)
+    assert first.plan().find(Do.RELEASE, 0) is None
+
+
+def test_a_wrong_call_is_named() -> None:
+    """All sentences are those of `Plan`."""
+    schedule = ManualSchedule(2).start_offload_layer(0, after_forward_of=0)
+    sentence = "The plan would offload layer 0 twice in one pass; once is enough."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        schedule.start_offload_layer(0, after_forward_of=1).plan()
