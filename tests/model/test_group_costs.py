@@ -191,7 +191,7 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
         called(torch.randn(16, 8, requires_grad=True)).sum().backward()
 
     seen = stages(handle, run, 6)
-    want = ["FIRST", "LEAN", "BARE"] if alike else ["FIRST", "PLAIN", "LEAN", "BARE"]
+    want = ["FIRST", "LEAN", "PLAN"] if alike else ["FIRST", "PLAIN", "LEAN", "PLAN"]
     assert seen[: len(want) + 1] == [*want, ""]
     assert all(cost.unpacks_at_once for each in found for cost in each)
     ways = handle._tracker.steering.costs().choose.args[1]

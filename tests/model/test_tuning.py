@@ -36,9 +36,9 @@ def settle(model: nn.Module, handle: actoffload.OffloadHandle, limit: int = 20) 
 FIRST = ["FIRST", "LEAN"]
 CASES = {  # memory in MiB, rate of the link, whether groups may be recomputed: stages, offloaded, recomputed
     "memory is not known": (None, 1e7, "auto", FIRST, 0, 0),
-    "fits": (100, 1e7, "auto", [*FIRST, "BARE"], 0, 0),
-    "fits, slow link": (100, 1e5, "auto", [*FIRST, "BARE"], 0, 0),
-    "fits, without replay": (100, 1e7, False, [*FIRST, "BARE"], 0, 0),
+    "fits": (100, 1e7, "auto", [*FIRST, "PLAN"], 0, 0),
+    "fits, slow link": (100, 1e5, "auto", [*FIRST, "PLAN"], 0, 0),
+    "fits, without replay": (100, 1e7, False, [*FIRST, "PLAN"], 0, 0),
     "copies are free": (16, 1e7, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 6, 0),
     "copies are free, without replay": (16, 1e7, False, [*FIRST, "PLAN", "PLAN"], 6, 0),
     "copies are slow": (16, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 5),

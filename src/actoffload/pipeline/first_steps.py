@@ -3,17 +3,16 @@
 `[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
 everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
 That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
-time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
-nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
+time is measured, the second step is the same, for the rates of copies with all ranks copying.
 
-Where not everything fits in all ranks, and groups may be recomputed, two more steps recompute and offload everything.
-In the first one the programs of the groups are proven, and their operators timed; the second one is measured.  All
-ranks run them, because they know what fits in the others.
+If everything fits in all ranks, the third step offloads nothing, for the times.  Otherwise, where groups may be
+recomputed, two more steps recompute and offload everything: the first proves the programs of the groups and times their
+operators, the second is measured.
 
-A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
-plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
-that, because most of the memory is allocated in it.  Where a rank has no room for such steps, they are left out.  Other
-plans may follow, in three steps each: see `planning` [Note: trial of the plans].
+Then plans are tried: see `planning` [Note: trial of the plans].  The first step with a plan follows all groups, the
+next one is timed.  Where a plan should cost nothing, and everything fits, two are timed, and two that offload and
+recompute nothing.  (In the third of all steps most of the memory is allocated.)  So the plans are final after eight
+steps, or four and two for each that is tried.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from .planning import (
     Tried,
     act,
     agreed,
+    keep_best,
     needs_recomputation,
     plans_of,
-    try_plans,
 )
 from .stages import PipelineRanks, RankStage
 from .steering import has_grown
@@ -53,7 +52,7 @@ from .steering import has_grown
 __all__ = ["FirstSteps", "Script", "Stage"]
 
 TRIES = 2  # to measure recomputation, where a rank ran other groups in the first time
-TIMED = 2  # steps that are timed alike, of which the faster one counts: one may be slow by chance
+COMPARED = 2  # steps that are timed with a plan, and without, where they should take as long: one may be slow by chance
 
 
 class Stage(enum.Enum):
@@ -90,6 +89,7 @@ class FirstSteps:
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self._whole: dict[Stage, list[StepMeter]] = {}  # steps that were timed as a whole since a plan is tried
         self._peak = 0  # of those with the plan
+        self._compares = False  # steps with the plan are compared with steps without offloading
         self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
     def run(self, rank: int, exchange: PipelineRanks, limits: Limits) -> Script:
@@ -97,23 +97,25 @@ class FirstSteps:
 
         See [Note: the first steps of a schedule] and [Note: trial of the plans].
         """
-        measure = partial(self._measure, rank, exchange)
-        timed = self._backend.times
-        self.known = yield from measure(*((Stage.LEAN, Stage.BARE) if timed else ()))
+        measure, timed = partial(self._measure, rank, exchange), self._backend.times
+        self.known = yield from measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
+        if timed and all(each.bare for each in self.known):
+            self.known = yield from measure(Stage.BARE)
         for _ in range(TRIES):
             if not (limits.may_recompute and needs_recomputation(self.known)):
                 break
             self._recompute(next(each for each in self.known if each.rank == rank))
-            self.known = yield from measure(Stage.LEAN)
+            self.known = yield from measure(Stage.FIRST, Stage.LEAN)
         plans = plans_of(self.known, limits)
         if not (timed and act(plans)):
             return plans
-        trials, bare = try_plans(plans, self.known, limits), all(each.bare for each in self.known)
+        self._compares = not limits.given and all(each.bare for each in self.known)
+        trials = keep_best(plans, self.known, limits)
         next(trials)
         try:
             while True:
-                tried = yield from self._try(exchange, plans, bare=bare)
-                plans, bare = trials.send(tried), False
+                tried = yield from self._try(exchange, plans)
+                plans, self._compares = trials.send(tried), False
         except StopIteration as stop:
             final: Plans = stop.value
             return final
@@ -122,22 +124,19 @@ class FirstSteps:
         self, rank: int, exchange: PipelineRanks, *stages: Stage
     ) -> Generator[tuple[Stage, Plans], None, list[Measured]]:
         """Yield steps until all ranks have measured a whole one; return what they know."""
-        steps = (Stage.FIRST, *stages)
-        yield from ((stage, ()) for stage in steps)
+        yield from ((stage, ()) for stage in stages)
         while (found := agreed(exchange.gather(self.measured(rank)))) is None:
-            yield steps[-1], ()
+            yield stages[-1], ()
         return found
 
-    def _try(
-        self, exchange: PipelineRanks, plans: Plans, *, bare: bool
-    ) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
-        """Yield steps with some plans, and if `bare` is True without offloading; return what all ranks saw."""
+    def _try(self, exchange: PipelineRanks, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
+        """Yield steps with some plans, and to compare also without offloading; return what all ranks saw."""
         self._whole, self._peak = {}, 0
         yield Stage.FIRST, plans
-        for _ in range(TIMED * (1 + bare)):
-            yield self._missing(bare=bare) or Stage.FIRST, ()
+        for _ in range(2 * COMPARED if self._compares else 1):
+            yield self._missing() or Stage.FIRST, ()
         while True:
-            missing = self._missing(bare=bare)
+            missing = self._missing()
             gathered = exchange.gather(None if missing else self._tried())
             found = [each for ranks in gathered for each in ranks if each is not None]
             if len(found) == sum(map(len, gathered)):
@@ -210,10 +209,10 @@ class FirstSteps:
             self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
         self._times = meter
 
-    def _missing(self, *, bare: bool) -> Stage | None:
-        """Return of which kind not enough whole steps were timed, also without offloading if `bare` is True."""
-        stages = (Stage.PLAN, Stage.WITHOUT) if bare else (Stage.PLAN,)
-        return next((stage for stage in stages if len(self._whole.get(stage, ())) < TIMED), None)
+    def _missing(self) -> Stage | None:
+        """Return of which kind not enough whole steps were timed."""
+        count, stages = (COMPARED, (Stage.PLAN, Stage.WITHOUT)) if self._compares else (1, (Stage.PLAN,))
+        return next((stage for stage in stages if len(self._whole.get(stage, ())) < count), None)
 
     def _tried(self) -> Tried:
         """Return what the trial of a plan showed."""

@@ -1,11 +1,8 @@
 """From what the ranks exchanged to the plans of all of them; every rank makes the same.
 
-`[Note: trial of the plans]`  The first steps measure groups and copies, each for itself.  Whether a whole step takes as
-long as was simulated for them, and no more memory, is known only when it has run.  So the plans are tried.  If a rank
-takes more memory than its limit, plans for as much less are tried.  If plans that should cost nothing cost time in the
-trial, nothing is offloaded.  Where a rank needs the memory, whole replay of all groups is tried too, as activation
-checkpointing would run them, and the faster plans are kept.  Every rank decides from the same numbers, and
-so the same.
+`[Note: trial of the plans]`  All ranks try their plans in the same steps, and decide from the same numbers, so they
+decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.  If plans
+that should cost nothing cost time in the trial, nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -22,25 +19,23 @@ from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import register
+from ..tune.trials import Trial, try_plans
 
 __all__ = [
     "Limits",
     "Measured",
     "Plans",
-    "Trial",
     "Tried",
     "act",
     "agreed",
     "decision",
+    "keep_best",
     "needs_recomputation",
     "plans_of",
-    "try_plans",
     "variants_of",
 ]
 
 FREE = 0.01  # of the time of a step
-NEAR = 0.1  # part by which whole replay may be predicted to be slower than tried plans, and is tried
-TRIES = 3  # plans of a kind that are tried because those before took more than a limit
 
 Plans = tuple[PipelinePlan, ...]
 """Of all ranks, in order."""
@@ -103,6 +98,11 @@ class Limits:
     memory_budget: int | None = None  # bytes of device memory of each rank
     may_recompute: bool = False  # where the memory is not enough
 
+    @property
+    def given(self) -> bool:
+        """Whether they say how much is offloaded, also where that costs time."""
+        return (self.memory_budget, self.fraction, self.delta_bytes_per_rank) != (None, None, None)
+
 
 def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     """Return the plans of all ranks."""
@@ -161,17 +161,18 @@ def decision(plans: Plans) -> str:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Plans that all ranks have tried."""
+class StepTrial(Trial[Plans]):
+    """Plans that all ranks have tried; `over` is what a rank took beyond its limit, or its prediction if that is more.
 
-    plans: Plans
-    seconds: float  # of a step
-    without: float | None  # of a step without offloading, where all ranks have room for it
-    excess: tuple[int, ...]  # bytes by which each rank took more than was predicted
-    over: int  # the most bytes by which a rank exceeded its limit, or its predicted peak if that is larger
+    `without` are the seconds of a step without offloading; `excess` are bytes by which each rank took more than was
+    predicted.
+    """
+
+    without: float | None = None
+    excess: tuple[int, ...] = ()
 
     @staticmethod
-    def of(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured]) -> Trial:
+    def of(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured]) -> StepTrial:
         """Return the trial of plans by what all ranks of one pipeline after the other know of it."""
         ranks = len(plans)
         peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
@@ -179,12 +180,12 @@ class Trial:
             peak if plan.peak_bytes is None else plan.peak_bytes for plan, peak in zip(plans, peaks, strict=True)
         ]
         limits = [max(each.limit or inf, most) for each, most in zip(measured, planned, strict=True)]
-        return Trial(
+        return StepTrial(
             plans,
             max(each.seconds for each in tried),
+            max(max(peak - limit, 0.0) for peak, limit in zip(peaks, limits, strict=True)),
             max((each.without for each in tried if each.without is not None), default=None),
             tuple(max(peak - most, 0) for peak, most in zip(peaks, planned, strict=True)),
-            round(max(max(peak - limit, 0) for peak, limit in zip(peaks, limits, strict=True))),
         )
 
 
@@ -193,34 +194,35 @@ def act(plans: Plans) -> bool:
     return any(plan.transfers or plan.saves for plan in plans)
 
 
-def try_plans(plans: Plans, measured: Sequence[Measured], limits: Limits) -> Generator[Plans, list[Tried], Plans]:
+def keep_best(plans: Plans, measured: Sequence[Measured], limits: Limits) -> Generator[Plans, list[Tried], Plans]:
     """Yield plans to try, get what all ranks know of them, and return those to keep; see [Note: trial of the plans]."""
-    best = yield from _within_limits(plans, measured, partial(plans_of, limits=limits))
-    whole = whole_replay(measured, limits)
-    near = best.over or best.seconds >= (1 - NEAR) * max((plan.seconds or 0.0 for plan in whole), default=inf)
-    if whole and near and not _exceed(whole, measured) and not _alike(whole, best.plans):
-        other = yield from _within_limits(whole, measured, partial(whole_replay, limits=limits))
-        if (other.over, other.seconds) < (best.over, best.seconds):
-            because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
-            because, baseline = f"{because}{milliseconds(best.seconds)}.", plans[0].baseline_seconds
-            kept = (replace(p, seconds=other.seconds, baseline_seconds=baseline, because=because) for p in other.plans)
-            return tuple(kept)
-    return _after_trial(best, measured, limits)
+
+    def run(plans: Plans) -> Generator[Plans, list[Tried], StepTrial]:
+        return StepTrial.of(plans, (yield plans), measured)
+
+    def smaller(plans_for: Callable[[Sequence[Measured]], Plans], trials: Sequence[StepTrial]) -> Plans | None:
+        """Return plans for limits that are lower by what tried plans took beyond their prediction."""
+        pairs = zip(measured, map(max, *(trial.excess for trial in trials), [0] * len(measured)), strict=True)
+        less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
+        return _new(plans_for(less), less, trials)
+
+    chosen, whole = partial(plans_of, limits=limits), partial(whole_replay, limits=limits)
+    best = yield from try_plans(plans, run, partial(smaller, chosen))
+    assert best is not None
+    other = yield from try_plans(_new(whole(measured), measured, [best]), run, partial(smaller, whole), best)
+    if other is None or other is best:
+        return _after_trial(best, measured, limits)
+    because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
+    because, baseline = f"{because}{milliseconds(best.seconds)}.", plans[0].baseline_seconds
+    kept = (replace(p, seconds=other.seconds, baseline_seconds=baseline, because=because) for p in other.plan)
+    return tuple(kept)
 
 
-def _within_limits(
-    plans: Plans, measured: Sequence[Measured], plans_for: Callable[[Sequence[Measured]], Plans]
-) -> Generator[Plans, list[Tried], Trial]:
-    """Yield plans until no rank exceeds its limit, each for as much less as those before took more; return the best."""
-    trials = list[Trial]()
-    while True:
-        trials.append(Trial.of(plans, (yield plans), measured))
-        smaller = _less(measured, trials)
-        if trials[-1].over and len(trials) < TRIES:
-            plans = plans_for(smaller)
-            if plans and not _exceed(plans, smaller) and not any(_alike(plans, trial.plans) for trial in trials):
-                continue
-        return min(trials, key=lambda trial: (trial.over, trial.seconds))
+def _new(plans: Plans, measured: Sequence[Measured], trials: Sequence[StepTrial]) -> Plans | None:
+    """Return plans if there are any, they should fit, and they were not tried."""
+    tried = [[(plan.transfers, plan.saves) for plan in trial.plan] for trial in trials]
+    known = [(plan.transfers, plan.saves) for plan in plans] in tried
+    return None if not plans or known or _exceed(plans, measured) else plans
 
 
 def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
@@ -245,20 +247,9 @@ def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
     return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
 
 
-def _alike(plans: Plans, others: Plans) -> bool:
-    """Return whether plans do the same as others."""
-    return all(a.transfers == b.transfers and a.saves == b.saves for a, b in zip(plans, others, strict=True))
-
-
-def _less(measured: Sequence[Measured], trials: Sequence[Trial]) -> list[Measured]:
-    """Return what was measured, with limits that are lower by what tried plans took beyond their prediction."""
-    pairs = zip(measured, map(max, *(trial.excess for trial in trials), [0] * len(measured)), strict=True)
-    return [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
-
-
-def _after_trial(trial: Trial, measured: Sequence[Measured], limits: Limits) -> Plans:
+def _after_trial(trial: StepTrial, measured: Sequence[Measured], limits: Limits) -> Plans:
     """Return what to keep after a trial: its plans, or those that offload nothing."""
-    plans, seconds, without = trial.plans, trial.seconds, trial.without
+    plans, seconds, without = trial.plan, trial.seconds, trial.without
     planned = max(plan.seconds or 0.0 for plan in plans)
     expected = planned * (1 + FREE) if without is None else (_expected(plans) + FREE) * without
     if seconds <= expected:
@@ -267,8 +258,7 @@ def _after_trial(trial: Trial, measured: Sequence[Measured], limits: Limits) -> 
     if without is not None:
         beside = f"without offloading {milliseconds(without)}"
     took, nothing = f"a step took {milliseconds(seconds)}, {beside}", plans_of(measured, replace(limits, fraction=0.0))
-    given = limits.memory_budget, limits.fraction, limits.delta_bytes_per_rank
-    if given != (None, None, None) or act(nothing):
+    if limits.given or act(nothing):
         return _saying(plans, f"With this plan {took}.")
     if without is not None:
         nothing = tuple(replace(plan, seconds=without, baseline_seconds=without) for plan in nothing)

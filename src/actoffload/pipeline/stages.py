@@ -1,8 +1,8 @@
 """The stages of a rank: their groups, the handle that follows the module of each, and the ranks that run the others.
 
-`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one when the step
-after the measured ones begins, and one after each trial of a plan.  Steps with backward are counted, and all ranks run
-the same number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
+`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind each
+kind of measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
+number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
 A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
 
 `[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks

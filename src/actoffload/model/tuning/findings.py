@@ -15,7 +15,7 @@ from ...schedule.costs import Link
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...tune.costs import scaled_cost
-from .metering import Peak, Stage
+from .metering import Peak
 
 __all__ = ["Findings", "Fit", "Room"]
 
@@ -151,7 +151,7 @@ class Findings:
     more : int
         Bytes that were allocated in this rank beyond those of the rank that planned.
     bare : Peak
-        Of a pass in which everything is kept, as it is expected or was measured.
+        Of a pass in which everything is kept, as it is expected.
     host_bytes : int, optional
         Bytes to which the host memory is reduced at the start of this pass.
     planning : float
@@ -309,13 +309,11 @@ class Findings:
         budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
-    def fits(self, stage: Stage, elements: int, in_use: int = 0) -> bool:
-        """Return whether a pass is within the limit, or takes no more than it did when it was planned.
+    def fits(self, elements: int, in_use: int = 0) -> bool:
+        """Return whether a pass with the plan is within the limit, or takes no more than it did when it was planned.
 
         Parameters
         ----------
-        stage : Stage
-            What it is for.
         elements : int
             Of its inputs.
         in_use : int
@@ -325,7 +323,7 @@ class Findings:
         if self.limit is None:
             return True
         plan, known = self.plan, self.bare
-        if stage is Stage.PLAN and plan is not None and plan.peak_bytes is not None:
+        if plan is not None and plan.peak_bytes is not None:
             known = Peak(plan.peak_bytes + self.more, self.size, self.allocated_before)
         # Where other passes may be in progress, `in_use` says nothing.
         counts = self.in_flight == 1 and in_use - known.allocated > MORE * self.limit

@@ -21,7 +21,7 @@ from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import FollowedModule
 from ..replays import OperatorTimes
 
-__all__ = ["LEAN", "PassTimer", "Peak", "Stage", "TimedPass", "count_elements"]
+__all__ = ["LEAN", "TRACED", "PassTimer", "Peak", "Stage", "TimedPass", "count_elements"]
 
 BUSY = 0.02
 """Seconds for which the device is kept busy before a measured pass."""
@@ -33,7 +33,6 @@ class Stage(enum.Enum):
     FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
     PLAIN = "the same, for groups that were not traced; a compiled group that is alone of its kind is not run again"
     LEAN = "everything is replayed and offloaded, measured by group; one of several compiled groups is not run again"
-    BARE = "everything is kept, to know the peak"
     PLAN = "the plan, timed"
 
 

@@ -9,9 +9,9 @@ way.  A compiled group has no operators to time: one of several that are alike i
 that is alone of its kind has a pass more.  If everything fits without, one more pass keeps everything, to know its
 peak; then nothing is installed.
 
-Otherwise the planner chooses the fastest plan that fits.  Its first pass takes host memory, and its second is timed.
-If one takes more than the limit, all plans are expected to take as much more, and another is chosen.  Last comes a pass
-in which every group is replayed as a whole, as activation checkpointing would run it: the faster of the two is kept.
+Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
+first pass takes host memory, and its second is timed.  If one takes more than the limit, all plans are expected to take
+as much more.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...tune.costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
+from ...tune.trials import Trial, try_plans
 from ..follow import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
-from .metering import Peak, Stage, TimedPass
+from .metering import TRACED, Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "representatives", "room_in", "timed_operators"]
 
-FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
-WITHOUT = 8  # passes without groups after which the next stage comes: the model may take another branch at times
-TRIES = 3  # plans that are tried because the one before took more than the limit
+FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
+PATIENCE = 6  # passes that are run until one counts
 HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 PROBE = 2**20  # bytes of a copy that measures the link
@@ -122,30 +122,19 @@ class Script:
     def run(self) -> Steps:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
         found = self.found
-        traced = [(yield from next_pass(Stage.FIRST))]
+        traced = [(yield from self._pass(Stage.FIRST))]
         if not traced[0].elements:  # [guard: first pass without inputs]
-            traced = [(yield from next_pass(Stage.FIRST))]
+            traced = [(yield from self._pass(Stage.FIRST))]
         if self._unknown(traced):
-            traced.append((yield from next_pass(Stage.PLAIN)))
-        self._most = max(each.elements for each in traced)
-        lean = yield from self._full()
+            traced.append((yield from self._pass(Stage.PLAIN)))
+        lean = yield from self._pass(Stage.LEAN)
         self._look_at_room(lean)
         for timed in (*traced, lean):
             timed.wait(self._backend)
         plan = found.plan = self._choose(traced, lean)
-        if plan.offloaded or plan.recomputed:
-            return (yield from self._fitted(plan))
-        if found.limit is None:
+        if found.limit is None or found.choose is None:
             return plan
-        timed = yield from trimming(found, Stage.BARE, plan)
-        if timed.peak and found.in_flight == 1:
-            found.bare = Peak(timed.peak, timed.elements, timed.allocated)
-            # [guard: less memory before the pass that keeps everything]
-            peak = found.bare.at(found.size, found.allocated_before)
-            found.excess += max(peak - (plan.peak_bytes or peak), 0)
-            because = _fits(peak, found.limit) if peak <= found.limit else plan.because
-            plan = replace(plan, peak_bytes=peak, because=because)
-        return plan
+        return (yield from self._fitted(plan))
 
     def _unknown(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether a group that may be replayed needs a pass for the times of its operators, or of it as it is.
@@ -158,31 +147,29 @@ class Script:
         unknown = [self._groups[group] for group in ran - known]
         return any(not (self._is_compiled(group) and kind_of(group) in several) for group in unknown)
 
-    def _full(self) -> Generator[Stage, TimedPass, TimedPass]:
-        """Yield `Stage.LEAN` until a pass has inputs as large as any before, and return it; not for ever.
+    def _pass(self, stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
+        """Yield a stage until a pass of it counts, and return that pass; not for ever.
 
-        The plan is for inputs of this size.  The last batch of an epoch is often smaller.  Where inputs are larger than
-        all before, groups are traced and proven again, which takes time.
+        It has to call groups: the model may take another branch at times.  The plan is for the largest inputs: the last
+        batch of an epoch is often smaller.  Where inputs are larger than all before, groups are traced and proven
+        again, which takes time.
         """
-        largest = timed = yield from next_pass(Stage.LEAN)
-        for _ in range(SMALLER):
+        passes = list[TimedPass]()
+        while len(passes) < PATIENCE:
+            timed = yield stage
+            if timed.stage is not stage:
+                continue
+            passes.append(timed)
             before, self._most = self._most, max(self._most, timed.elements)
+            # [guard: passes that call no group -> True]
+            called = timed.sequence or stage is Stage.FIRST or (stage is Stage.PLAN and idle(self.found.plan))
             # [guard: inputs that are smaller than before, or larger -> True]
-            if FULL * self._most <= timed.elements <= before / FULL:
+            alike = stage in TRACED or FULL * self._most <= timed.elements <= before / FULL
+            if called and alike:
                 return timed
-            timed = yield from next_pass(Stage.LEAN)
-            largest = max(timed, largest, key=lambda each: each.elements)
+        largest = max(passes, key=lambda each: (bool(each.sequence), each.elements))
         self._most = largest.elements  # those that are larger still are rare
         return largest
-
-    def _timed(self) -> Generator[Stage, TimedPass, TimedPass]:
-        """Yield `Stage.PLAN` until a pass has inputs as large as those of the plan, and return it; not for ever."""
-        timed = yield from next_pass(Stage.PLAN)
-        for _ in range(SMALLER):
-            if timed.elements >= FULL * self.found.size:  # [guard: inputs that are smaller than before -> True]
-                break
-            timed = yield from next_pass(Stage.PLAN)
-        return timed
 
     def _look_at_room(self, lean: TimedPass) -> None:
         """Note the memory that a plan may take, so that it fits in all ranks."""
@@ -254,11 +241,7 @@ class Script:
         costs = without_hooks(
             steady(layer_costs(lean.meter, lean.sizes, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS
         )
-        plain = self._plain_compiled((*traced, lean), allocated)
-        least: dict[Hashable, LayerCost] = {}  # of compiled groups that were run again
-        for k in compiled:
-            kind = kind_of(self._groups[sequence[k].group])
-            least[kind] = min(least.get(kind, costs[k]), costs[k], key=lambda cost: cost.nbytes)
+        compiled_costs = self._compiled_costs((*traced, lean), allocated)
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
             for group, known in timed_operators(each, lean.elements).items():
@@ -267,12 +250,11 @@ class Script:
         for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            kind = kind_of(self._groups[key.group])
-            own = plain.get(kind)
+            own, again = compiled_costs.get(kind_of(self._groups[key.group]), (cost, cost))
             if once and k not in compiled and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
-            elif once and k in compiled and own is not None and own.nbytes > least[kind].nbytes:
-                again = least[kind] if cost.nbytes == own.nbytes else cost
+            elif once and k in compiled and own.nbytes > again.nbytes:
+                again = again if cost.nbytes == own.nbytes else cost
                 host = min(again.host_backward, own.host_backward + again.host_forward)
                 own, again = _moved(own, cost), _moved(again, cost)
                 again = replace(again, forward=own.forward, host_backward=host)
@@ -305,9 +287,14 @@ class Script:
             rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
         return Link(*rates)
 
-    def _plain_compiled(self, passes: Sequence[TimedPass], allocated: int) -> dict[Hashable, LayerCost]:
-        """Return the cost of a compiled group of each kind that was not run again: it saves the most of its kind."""
-        found: dict[Hashable, LayerCost] = {}
+    def _compiled_costs(
+        self, passes: Sequence[TimedPass], allocated: int
+    ) -> dict[Hashable, tuple[LayerCost, LayerCost]]:
+        """Return the cost of a compiled group of each kind that was not run again, and of one that was.
+
+        They save the most of their kind, and the least.
+        """
+        found = dict[Hashable, tuple[LayerCost, LayerCost]]()
         for timed in passes:
             if timed.meter is None or not timed.meter.borders:
                 continue
@@ -316,7 +303,8 @@ class Script:
             measured = layer_costs(timed.meter, timed.sizes, compiled, allocated)
             costs = without_hooks(measured, timed.meter, kinds, HOST_SECONDS)
             for k in compiled:
-                found[kinds[k]] = max(found.get(kinds[k], costs[k]), costs[k], key=lambda cost: cost.nbytes)
+                both = *found.get(kinds[k], ()), costs[k]
+                found[kinds[k]] = max(both, key=_saved_bytes), min(both, key=_saved_bytes)
         return found
 
     @staticmethod
@@ -324,81 +312,77 @@ class Script:
         return group.compiled or is_compiled(group.module)
 
     def _fitted(self, plan: Plan) -> Steps:
-        """Run passes with plans until one is within the limit, and the same with whole replay; return the faster."""
-        found, limit = self.found, self.found.limit or inf
-        tried = list[tuple[Plan, float]]()
-        for number in range(TRIES):
+        """Try plans, and the same with whole replay, and return the best; see `trials` [Note: trials of plans]."""
+        found, best = self.found, (yield from try_plans(plan, partial(self._try, first=True), self._smaller))
+        assert best is not None
+        plan = found.plan = best.plan
+        if idle(plan):
+            because = _fits(plan.peak_bytes or 0, found.limit) if not best.over else plan.because
+            return replace(plan, because=because)
+        plan = found.plan = self._as_timed(plan, best.seconds)
+        if found.in_flight > 1 or plan.peak_bytes is None:
+            return plan
+        run = partial(self._try, first=False)  # nothing is offloaded for the first time
+        other = yield from try_plans(self._whole(plan), run, partial(self._whole, plan), best)
+        if other is None or other is best:
             found.plan = plan
-            passes = [(yield from trimming(found, Stage.PLAN, plan))]
-            if passes[0].refused and found.choose is not None and number + 1 < TRIES:
-                # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
-                held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
-                less = {"host_limit": int((1 - HOST_GAPS) * held) // found.in_flight}
-                found.choose = partial(found.choose, **less)
-                assert found.search_frontier is not None
-                found.search_frontier = partial(found.search_frontier, **less)
-                plan = found.chosen()
-                continue
-            if self._take_peak(plan, passes) <= limit or number + 1 == TRIES:
-                passes.append((yield from self._timed()))
-            peak = self._take_peak(plan, passes)
-            passes[-1].wait(self._backend)
-            seconds = self._seconds(passes[-1])
-            if not peak:
-                return self._as_timed(plan, seconds)
-            tried.append((replace(plan, peak_bytes=peak), seconds))
-            other = plan if peak <= limit else found.chosen()
-            if (other.steps, other.saves, other.holds) == (plan.steps, plan.saves, plan.holds):
-                break
-            plan = other
-        fitting = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
-        if fitting:
-            plan, seconds = min(fitting, key=lambda each: each[1])
-        else:
-            plan, seconds = min(tried, key=lambda each: each[0].peak_bytes or 0)
-        found.plan = plan = self._as_timed(plan, seconds)
-        return (yield from self._whole(plan, seconds))
+            return plan
+        return other.plan.measured(other.seconds, plan.baseline_seconds)
 
-    def _whole(self, plan: Plan, seconds: float) -> Steps:
-        """Time passes in which every group is replayed as a whole; return that plan if it is faster and fits.
+    def _try(self, plan: Plan, *, first: bool) -> Generator[Stage, TimedPass, Trial[Plan]]:
+        """Run passes with a plan, the `first` of which takes host memory and is not timed."""
+        found, passes, refused = self.found, list[TimedPass](), False
+        found.plan = plan
+        if first:
+            found.host_bytes = plan.offloaded_bytes * found.in_flight
+            passes.append((yield from self._pass(Stage.PLAN)))
+            found.host_bytes, refused = None, passes[0].refused > 0
+        if refused:
+            # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
+            held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
+            less = {"host_limit": int((1 - HOST_GAPS) * held) // found.in_flight}
+            assert found.choose is not None
+            assert found.search_frontier is not None
+            found.choose, found.search_frontier = partial(found.choose, **less), partial(found.search_frontier, **less)
+        elif not first or not (idle(plan) or self._take_peak(plan, passes) > self._limit):
+            passes.append((yield from self._pass(Stage.PLAN)))
+        passes[-1].wait(self._backend)
+        peak = self._take_peak(plan, passes)
+        plan = replace(plan, peak_bytes=peak) if peak else plan
+        return Trial(plan, self._seconds(passes[-1]), max(peak - self._limit, int(refused)))
 
-        Its predicted time does not count: it is that of the leanest pass, which waited for copies and for the host.
+    @property
+    def _limit(self) -> float:
+        return self.found.limit or inf
+
+    def _smaller(self, trials: Sequence[Trial[Plan]]) -> Plan | None:
+        """Return a plan that takes less than those before, by what they have shown; None if there is no other."""
+        plan = self.found.chosen()
+        return None if does_the_same(plan, trials[-1].plan) else plan
+
+    def _whole(self, plan: Plan, trials: Sequence[Trial[Plan]] = ()) -> Plan | None:
+        """Return a plan in which every group is replayed as a whole; None if it is the same as `plan`, or too large.
+
+        The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
         """
-        found, limit, excess = self.found, self.found.limit or inf, 0
+        found, excess = self.found, math.ceil(sum(trial.over for trial in trials))
         assert found.choose is not None
         names, ways, link = found.choose.args
         last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
         if last == list(ways):
-            return plan
-        saves = tuple(group[-1].saves for group in ways)
-        less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
-        for _ in range(TRIES):
-            # The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
-            costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
-            longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
-            again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
-            whole = replace(
-                found.expected(costs),
-                saves=saves,
-                recomputed_nbytes=less,
-                recompute_seconds=sum(max(each, 0.0) for each in again),
-                baseline_seconds=plan.baseline_seconds,
-                because=plan.because,
-            )
-            same = (whole.steps, whole.saves, whole.holds) == (plan.steps, plan.saves, plan.holds)
-            if same or (costs.peak_bytes or inf) > limit - excess:
-                break
-            found.plan = whole
-            timed = yield from self._timed()
-            timed.wait(self._backend)
-            peak, taken = self._take_peak(whole, [timed]), self._seconds(timed)
-            if taken >= seconds:
-                break
-            if peak <= limit:
-                return replace(whole, peak_bytes=peak).measured(taken, plan.baseline_seconds)
-            excess += math.ceil(peak - limit)
-        found.plan = plan
-        return plan
+            return None
+        costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
+        longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
+        again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
+        whole = replace(
+            found.expected(costs),
+            saves=tuple(group[-1].saves for group in ways),
+            recomputed_nbytes=tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways),
+            recompute_seconds=sum(max(each, 0.0) for each in again),
+            baseline_seconds=plan.baseline_seconds,
+            because=plan.because,
+        )
+        return None if does_the_same(whole, plan) or (costs.peak_bytes or inf) > self._limit - excess else whole
 
     def _take_peak(self, plan: Plan, passes: Sequence[TimedPass]) -> int:
         """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""
@@ -427,10 +411,24 @@ class Script:
         return Plan(max(len(names), 1), names=names, nbytes=self._log.bytes_of(order), because=because)
 
 
+def idle(plan: Plan | None) -> bool:
+    """Return whether a plan keeps everything."""
+    return plan is not None and not (plan.offloaded or plan.recomputed)
+
+
+def does_the_same(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans do the same, whatever is expected of them."""
+    return (plan.steps, plan.saves, plan.holds) == (other.steps, other.saves, other.holds)
+
+
 def _fits(peak: int, limit: int | None) -> str:
     """Return why a plan keeps everything."""
     room = "" if limit is None else f" {size(peak)} of {size(limit)}"
     return f"Fits:{room}; nothing to do." if room else "Nothing is offloaded: the memory of the device is not known."
+
+
+def _saved_bytes(cost: LayerCost) -> int:
+    return cost.nbytes
 
 
 def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:
@@ -469,25 +467,3 @@ def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorC
         return replace(operator, seconds=seconds, sizes=sizes, returned=returned, gradient=gradient)
 
     return {group: list(map(scaled, each)) for group, each in costs.items()}
-
-
-def trimming(found: Findings, stage: Stage, plan: Plan) -> Generator[Stage, TimedPass, TimedPass]:
-    """Yield a stage, and let its pass begin with freeing host memory that the plan does not need."""
-    found.host_bytes = plan.offloaded_bytes * found.in_flight
-    timed = yield from next_pass(stage)
-    found.host_bytes = None
-    return timed
-
-
-def next_pass(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
-    """Yield a stage until a pass of it is over that called groups, and return that pass; not for ever."""
-    without = 0
-    while True:
-        timed = yield stage
-        if timed.stage is not stage:
-            continue
-        without += 1
-        if (
-            timed.sequence or stage in (Stage.FIRST, Stage.BARE) or without >= WITHOUT
-        ):  # [guard: passes that call no group -> True]
-            return timed

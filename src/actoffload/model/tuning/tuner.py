@@ -203,7 +203,7 @@ class Tuner:
             self._engine.trim(keep=self.found.host_bytes)
             # Blocks that were cut for the passes before would leave gaps for those with this plan.
             self._engine.backend.release_device()
-        memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
+        memory = stage is Stage.PLAN and self.found.limit is not None
         timed = self._timer.begin(stage, self._number, tensors, memory=memory)
         return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
@@ -280,8 +280,8 @@ class Tuner:
             return None
         in_use = 0 if self.stage in LEAN else self._engine.backend.in_use() or 0
         often = self._passed_over + 1 >= PASSED_OVER
-        fits = self.stage in LEAN or self.found.fits(self.stage, elements, in_use)
-        if not (fits or follows or aside or self.untimed) and (often or not self.found.fits(self.stage, 0, in_use)):
+        fits = self.stage in LEAN or self.found.fits(elements, in_use)
+        if not (fits or follows or aside or self.untimed) and (often or not self.found.fits(0, in_use)):
             # [guard: first steps that are outdated]
             others = self.found.in_flight > 1 or self._unfinished > 0  # whose memory goes again
             self._begin(self._number, again=True, allocated=0 if others else in_use)
@@ -300,8 +300,6 @@ class Tuner:
         """Return how a pass of a stage is followed."""
         if stage is Stage.PLAN:
             return self._planned(self.found)
-        if stage is Stage.BARE:
-            return self._idle()
         policies = {**self._policies, **self._always}
         if stage is not Stage.FIRST:
             for group in representatives(self._groups, self._policies, several=stage is Stage.LEAN).values():
@@ -326,7 +324,7 @@ class Tuner:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         order = self._plans.order
         # The host memory that this plan does not need was freed, and a captured pass can take none.
-        trying = self.stage in (Stage.PLAN, Stage.BARE)  # [guard: captured pass while a plan is tried -> False]
+        trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
         found = self.found if trying else self._chosen
         if found is None:
             return self._leanest({**self._policies, **self._always})
@@ -411,7 +409,7 @@ class Tuner:
         assert chosen is not None
         self._in_use = self._engine.backend.in_use() or 0
         # [guard: first batch smaller than the others]
-        wanted = self._larger >= LARGER or not chosen.fits(Stage.PLAN, 0, self._in_use)
+        wanted = self._larger >= LARGER or not chosen.fits(0, self._in_use)
         if self._ranks.exchange is None:
             return wanted
         return bool(self._ranks.begins_again(self._number, wanted=wanted))
@@ -422,7 +420,7 @@ class Tuner:
         assert chosen is not None
         if self._number - self._settled <= SOON:
             self._in_use = self._engine.backend.in_use() or 0
-        fits = chosen.fits(Stage.PLAN, elements, self._in_use)
+        fits = chosen.fits(elements, self._in_use)
         self._larger = 0 if fits else self._larger + 1
         if fits:
             settings = self._planned(chosen)
