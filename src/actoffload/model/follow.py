@@ -104,7 +104,7 @@ class PassSettings:
 
 
 class Steering(Protocol):
-    """Decides how the forwards of a model are followed, and sees what they did."""
+    """Decides how the forwards of a model are followed, and sees what they did; what is not overridden measures nothing."""
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward that begins now is followed.
@@ -133,6 +133,7 @@ class Steering(Protocol):
     @property
     def settling(self) -> bool:
         """Whether passes are measured for a plan that is not final."""
+        return False
 
     def retire(self) -> None:
         """Stop measuring: the model is followed no longer, or something else steers."""
@@ -142,9 +143,14 @@ class Steering(Protocol):
 
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
+        raise RuntimeError(
+            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
+            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps, as fields of `Report`."""
+        return {}
 
 
 @dataclass(eq=False)

@@ -43,7 +43,6 @@ from .planning import (
     act,
     agreed,
     keep_best,
-    needs_recomputation,
     plans_of,
 )
 from .stages import PipelineRanks, RankStage
@@ -101,8 +100,8 @@ class FirstSteps:
         self.known = yield from measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
         if timed and all(each.bare for each in self.known):
             self.known = yield from measure(Stage.BARE)
-        for _ in range(TRIES):
-            if not (limits.may_recompute and needs_recomputation(self.known)):
+        for _ in range(TRIES if limits.may_recompute else 0):
+            if all(each.bare for each in self.known) or all(each.again is not None for each in self.known):
                 break
             self._recompute(next(each for each in self.known if each.rank == rank))
             self.known = yield from measure(Stage.FIRST, Stage.LEAN)

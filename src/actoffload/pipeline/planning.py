@@ -30,7 +30,6 @@ __all__ = [
     "agreed",
     "decision",
     "keep_best",
-    "needs_recomputation",
     "plans_of",
     "variants_of",
 ]
@@ -125,11 +124,6 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
         budgets = [least if each.limit is None else each.limit for each in measured]
         plans = plan(memory_budget=budgets, variants=variants_of(measured))
     return plans
-
-
-def needs_recomputation(measured: Sequence[Measured]) -> bool:
-    """Return whether a rank needs the memory that recomputation frees, and a rank has not measured that."""
-    return not all(each.bare for each in measured) and any(each.again is None for each in measured)
 
 
 def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
@@ -251,24 +245,19 @@ def _after_trial(trial: StepTrial, measured: Sequence[Measured], limits: Limits)
     """Return what to keep after a trial: its plans, or those that offload nothing."""
     plans, seconds, without = trial.plan, trial.seconds, trial.without
     planned = max(plan.seconds or 0.0 for plan in plans)
-    expected = planned * (1 + FREE) if without is None else (_expected(plans) + FREE) * without
+    expected, beside = planned * (1 + FREE), f"planned were {milliseconds(planned)}"
+    if without is not None:
+        times = [(plan.seconds, plan.baseline_seconds) for plan in plans]
+        longer = max(planned / baseline if planned and baseline else 1.0 for planned, baseline in times)
+        expected, beside = (longer + FREE) * without, f"without offloading {milliseconds(without)}"
     if seconds <= expected:
         return plans
-    beside = f"planned were {milliseconds(planned)}"
-    if without is not None:
-        beside = f"without offloading {milliseconds(without)}"
     took, nothing = f"a step took {milliseconds(seconds)}, {beside}", plans_of(measured, replace(limits, fraction=0.0))
     if limits.given or act(nothing):
         return _saying(plans, f"With this plan {took}.")
     if without is not None:
         nothing = tuple(replace(plan, seconds=without, baseline_seconds=without) for plan in nothing)
     return _saying(nothing, f"Nothing is offloaded, because {took}, although copies should have taken no time.")
-
-
-def _expected(plans: Plans) -> float:
-    """Return the time of a step over that of one without offloading, as simulated."""
-    times = [(plan.seconds, plan.baseline_seconds) for plan in plans]
-    return max(seconds / without if seconds and without else 1.0 for seconds, without in times)
 
 
 def _saying(plans: Plans, because: str) -> Plans:

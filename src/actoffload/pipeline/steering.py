@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.follow import FollowedModule, Mode, PassSettings
+from ..model.follow import FollowedModule, Mode, PassSettings, Steering
 from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..replay import Policy
@@ -59,10 +59,11 @@ def _lean(order: tuple[GroupKey, ...]) -> Roles:
     return _roles(len(order), frozenset(range(len(order))), at_once=True)
 
 
-class StageSteering:
-    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed."""
+class StageSteering(Steering):
+    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed.
 
-    settling = False  # the plan is one for all stages, and `PipelineHandle.settling` is about it
+    The plan is one for all stages, and `PipelineHandle.settling` is about it.
+    """
 
     def __init__(
         self,
@@ -165,9 +166,6 @@ class StageSteering:
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
         return _roles(len(order), frozenset(k for k in offloaded if k < len(order)), at_once=False)
 
-    def forward_ends(self, output: Any) -> None:
-        """Do nothing: the schedule says when a computation ends."""
-
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups, and what they save."""
         self._plans.learn(sequence)
@@ -202,9 +200,6 @@ class StageSteering:
         """
         pairs = zip(self._latest, self.saved, strict=True)
         self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
-
-    def retire(self) -> None:
-        """Do nothing: the schedule is followed no longer."""
 
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps, as fields of `Report`."""

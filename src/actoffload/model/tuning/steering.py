@@ -27,10 +27,8 @@ from ..reporting import LatestPass, PassLog, group_names
 __all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
 
 
-class BySchedule:
+class BySchedule(Steering):
     """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
-
-    settling = False
 
     def __init__(
         self,
@@ -47,29 +45,12 @@ class BySchedule:
         """Follow the whole forward."""
         return PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
 
-    def forward_ends(self, output: Any) -> None:
-        """Do nothing: times do not matter."""
-
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
         """Learn the order of the groups."""
         self._plans.learn(sequence)
         if not done.partly:
             self._log.forward_done(done, sequence)
         return None
-
-    def retire(self) -> None:
-        """Do nothing: nothing is measured."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `Report`: nothing."""
-        return {}
-
-    def costs(self) -> Any:
-        """Refuse: nothing is measured."""
-        raise RuntimeError(
-            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
-            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
-        )
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
