@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision
-from actoffload.pipeline.planning import Measured, Tried
-from actoffload.pipeline.stages import Settings
+from actoffload.pipeline.planning import Measured, Settings, Tried
 from actoffload.planner import OperatorCost, Variant, choose
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step

@@ -104,7 +104,7 @@ class PassSettings:
 
 
 class Steering(Protocol):
-    """Decides how the forwards of a model are followed, and sees what they did; what is not overridden measures nothing."""
+    """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward that begins now is followed.
@@ -121,6 +121,7 @@ class Steering(Protocol):
 
     def forward_ends(self, output: Any) -> None:
         """Note that the model returns `output`."""
+        return
 
     def pass_ends(
         self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
@@ -137,6 +138,7 @@ class Steering(Protocol):
 
     def retire(self) -> None:
         """Stop measuring: the model is followed no longer, or something else steers."""
+        return
 
     def plan(self) -> Plan:
         """Return the present plan."""

@@ -38,6 +38,7 @@ from .conductor import Conductor
 from .planning import (
     Limits,
     Measured,
+    PipelineRanks,
     Plans,
     Tried,
     act,
@@ -45,8 +46,7 @@ from .planning import (
     keep_best,
     plans_of,
 )
-from .stages import PipelineRanks, RankStage
-from .steering import has_grown
+from .stages import RankStage, has_grown
 
 __all__ = ["FirstSteps", "Script", "Stage"]
 

@@ -25,9 +25,9 @@ from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .follow import NAMES, follow, is_schedule, is_supported, microbatches, observer_of, rank_of, stages_of
-from .planning import Limits
+from .planning import Limits, PipelineRanks, Settings
 from .runner import Runner
-from .stages import PipelineRanks, RankStage, Settings, entries_of, problem_of, replicas_of
+from .stages import RankStage, entries_of, problem_of, replicas_of
 
 __all__ = ["PipelineHandle", "offload"]
 

@@ -1,16 +1,28 @@
-"""From what the ranks exchanged to the plans of all of them; every rank makes the same.
+"""What the ranks of a pipeline exchange, and the plans of all of them that follow; every rank makes the same.
 
 `[Note: trial of the plans]`  All ranks try their plans in the same steps, and decide from the same numbers, so they
 decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.  If plans
 that should cost nothing cost time in the trial, nothing is offloaded.
+
+`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind each
+kind of measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
+number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
+A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
+
+`[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
+communicate inside of these stages, also in what is recomputed.  So the ranks of one stage must recompute the same:
+what the pipelines exchange is exchanged among them, too, and the costs of the first pipeline count for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from .._text import milliseconds, size
 from ..planner import OperatorCost, Variant, plan_pipeline
@@ -18,21 +30,27 @@ from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
-from ..tune.exchange import register
+from ..tune.exchange import Exchange, RefusedError, register
+from ..tune.exchange import disagreement as different_arguments
 from ..tune.trials import Trial, try_plans
 
 __all__ = [
     "Limits",
     "Measured",
+    "PipelineRanks",
     "Plans",
+    "Settings",
     "Tried",
     "act",
     "agreed",
     "decision",
+    "disagreement",
     "keep_best",
     "plans_of",
     "variants_of",
 ]
+
+T = TypeVar("T")
 
 FREE = 0.01  # of the time of a step
 
@@ -263,3 +281,93 @@ def _after_trial(trial: StepTrial, measured: Sequence[Measured], limits: Limits)
 def _saying(plans: Plans, because: str) -> Plans:
     """Return plans with a further reason."""
     return tuple(replace(plan, because=f"{plan.because} {because}".strip()) for plan in plans)
+
+
+# Exchanges
+
+OTHERS = "of the pipeline"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of one rank, and what is wrong with them."""
+
+    rank: int  # global
+    arguments: Mapping[str, Any]  # those that have to be the same on all ranks
+    problem: str = ""
+    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+
+register(Settings)
+
+
+class PipelineRanks:
+    """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
+
+    Made where `offload` is called, with the process group of the pipeline.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        initialized = dist.is_available() and dist.is_initialized()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
+        self.group, self._pipeline, self._copies = group, _exchange("pipeline", ranks), _exchange("stage", ())
+        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
+        self._number = 0  # of values that were exchanged
+
+    def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
+        """Return the settings of all ranks, or only those of a rank that refuses.
+
+        `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
+        if there are equally many of each rank of the pipeline.
+        """
+        copies = _exchange("stage", replicas)
+        try:
+            own = self._gather(self._pipeline, (settings, tuple(replicas)))
+            if len({len(each) for _, each in own}) == 1:
+                self.replicas, self._copies = tuple(replicas), copies
+            return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
+        except RefusedError as error:
+            refused: Settings = error.args[0]
+            self._refuse(refused, copies)  # the other pipelines wait for this one
+            return [refused]
+
+    def refuse(self, problem: str, replicas: Sequence[int]) -> None:
+        """Take no part, and let the others raise what is wrong with the arguments of this rank."""
+        if dist.is_available() and dist.is_initialized():
+            self._refuse(Settings(dist.get_rank(), {}, problem), _exchange("stage", replicas))
+
+    def _refuse(self, settings: Settings, copies: Exchange | None) -> None:
+        for exchange in (self._pipeline, copies):
+            if exchange is not None:
+                exchange.refuse(settings)
+
+    def gather(self, value: T) -> list[list[T]]:
+        """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
+        return self._gather(self._copies, self._gather(self._pipeline, value))
+
+    def _gather(self, exchange: Exchange | None, value: Any) -> list[Any]:
+        self._number += 1
+        return [value] if exchange is None else exchange.gather(str(self._number), value, OTHERS)
+
+    def leave(self) -> None:
+        """Take no further part, and let the others not wait."""
+        for exchange in (self._pipeline, self._copies):
+            if exchange is not None:
+                exchange.leave()
+
+
+def _exchange(name: str, ranks: Sequence[int]) -> Exchange | None:
+    """Return the next exchange of some ranks; None for one rank."""
+    return Exchange.of(name, ranks) if len(ranks) > 1 else None
+
+
+def disagreement(settings: Sequence[Settings]) -> str:
+    """Return what is wrong with the arguments of the ranks, in words that are the same on each; empty if nothing is."""
+    matched = {entry for each in settings for entry, reason in each.entries.items() if not reason}
+    for each in settings:
+        unmatched = (reason for entry, reason in each.entries.items() if entry not in matched)
+        problem = each.problem or next(unmatched, "")
+        if problem:
+            return f"Rank {each.rank} of the pipeline: {problem}"
+    return different_arguments({each.rank: each.arguments for each in settings})

@@ -24,11 +24,14 @@ from .follow import actions_of, runs_backward, unfollow
 from .planning import (
     Limits,
     Measured,
+    PipelineRanks,
     Plans,
+    Settings,
     decision,
+    disagreement,
     plans_of,
 )
-from .stages import PipelineRanks, RankStage, Settings, disagreement, replicas_of
+from .stages import RankStage, replicas_of
 
 __all__ = ["Runner"]
 
@@ -98,7 +101,7 @@ class Runner:
             yield
 
     def _before(self) -> None:
-        """Begin a step; see [Note: exchanges]."""
+        """Begin a step; see `planning` [Note: exchanges]."""
         self.number += 1
         try:
             if self.number == 1:

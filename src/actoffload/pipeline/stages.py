@@ -1,49 +1,246 @@
-"""The stages of a rank: their groups, the handle that follows the module of each, and the ranks that run the others.
+"""The stages of a rank: their groups, the handle that follows the module of each, and how its forwards are followed.
 
-`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind each
-kind of measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
-number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
-A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
-
-`[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
-communicate inside of these stages, also in what is recomputed.  So the ranks of one stage must recompute the same:
-what the pipelines exchange is exchanged among them, too, and the costs of the first pipeline count for all.
+They are followed by the plan of the rank; before there is one, everything is offloaded.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any
 
-import torch.distributed as dist
 from torch.nn import Module
 
+from ..engine.passes import ModelPass
+from ..engine.statistics import Reason
 from ..model.discovery import BLOCK, find_groups, followed_modules
-from ..model.follow import Steering, handle_of, refuse_scripted
+from ..model.follow import FollowedModule, Mode, PassSettings, Steering, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
-from ..model.reporting import PassLog
+from ..model.replays import OperatorTimes
+from ..model.reporting import PassLog, group_names
 from ..model.select import Names, choose, choose_kept
 from ..model.tuning.ranks import ranks_of
 from ..model.tuning.steering import Finder
 from ..replay import Policy
-from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.execution_order import GroupKey, GroupPlans, Roles
+from ..schedule.plan import Action, Do, Plan, When
 from ..schedule.schedules import GroupSchedule
-from ..tune.exchange import Exchange, RefusedError, register
-from ..tune.exchange import disagreement as different_arguments
+from ..tune.meter import saved_in
 from .conductor import Conductor
-from .steering import StageSteering
 
-__all__ = [
-    "PipelineRanks",
-    "RankStage",
-    "Settings",
-    "disagreement",
-    "entries_of",
-    "problem_of",
-    "replicas_of",
-]
+__all__ = ["RankStage", "StageSteering", "entries_of", "has_grown", "problem_of", "replicas_of"]
+
+GROWN = 64  # a group may save this part more than in the plan
+
+
+Group = tuple[tuple[int, int], ...]
+"""What a group saves: place and bytes of each storage."""
+
+
+def _size(group: Group) -> int:
+    return sum(nbytes for _, nbytes in group)
+
+
+def has_grown(now: int, before: int) -> bool:
+    """Return whether a group saves so much more than before that another plan is made."""
+    return now > before + before // GROWN
+
+
+@lru_cache(maxsize=256)
+def _roles(layers: int, offloaded: frozenset[int], *, at_once: bool) -> Roles:
+    """Return the roles in a forward that offloads some layers, and frees them `at_once` or as the plan of the rank."""
+    actions: dict[tuple[str, int], tuple[Action, ...]] = {}
+    for k in offloaded:
+        actions[When.FORWARD_START.name, k] = (Action(Do.OFFLOAD, k),)
+        if at_once:
+            actions[When.FORWARD_END.name, k] = (Action(Do.RELEASE, k),)
+    keep = Roles.keep_all(layers)
+    return Roles(
+        keep.plan,
+        stay=keep.stay - offloaded,
+        last_leaving=max(offloaded, default=layers),  # peaks count what every forward saves
+        released_incrementally=frozenset(),
+        reached=frozenset(range(layers)),
+        planned=True,
+        actions=actions,
+    )
+
+
+def _lean(order: tuple[GroupKey, ...]) -> Roles:
+    return _roles(len(order), frozenset(range(len(order))), at_once=True)
+
+
+class StageSteering(Steering):
+    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed.
+
+    The plan is one for all stages, and `PipelineHandle.settling` is about it.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        conductor: Conductor,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        policies: Mapping[int, Policy],
+    ) -> None:
+        self._stage, self._conductor = stage, conductor
+        self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
+        self._always = policies
+        self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
+        self._latest: tuple[Group, ...] = ()  # in the latest microbatch
+        self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
+        self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
+        self.outside = 0  # bytes that are saved outside of the groups or kept, at most
+        self.bare = False  # offload nothing, to measure the groups
+        self.unfollowed = False  # run as without offloading, to time whole steps
+        self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
+        self.adopts = False  # groups are offloaded with what was saved before them
+        self.changed = False  # groups saved more bytes in a forward in which not all were followed
+
+    def recompute(self, policies: Mapping[str, Policy]) -> None:
+        """Recompute other groups from the next forward on, by their names, also those that were skipped."""
+        self._policies = {self._numbers[name]: policy for name, policy in policies.items() if name in self._numbers}
+        self.saved = self._latest = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
+        return bool(self.saved) and self._groups_of_saved == self._plans.order
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes that each group saves."""
+        return tuple(map(_size, self.saved))
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
+        seen = set[int]()
+        found = []
+        for key in self._plans.order:
+            weights = {id(weight): weight for weight in self.groups[key.group].module.parameters()}
+            new = [weight for known, weight in weights.items() if known not in seen]
+            local = [
+                getattr(weight, "_local_tensor", weight)
+                for weight in new
+                if weight.requires_grad and weight.grad is None
+            ]
+            found.append(sum(weight.nbytes for weight in local))
+            seen |= set(weights)
+        return tuple(found)
+
+    @property
+    def order(self) -> tuple[GroupKey, ...]:
+        """The groups in the order of the latest forward."""
+        return self._plans.order
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups, in the order of the latest forward."""
+        return group_names(self.groups, self._plans.order)
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Return how the forward of a microbatch is followed.
+
+        Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
+        """
+        conductor = self._conductor
+        microbatch, order = conductor.forward_of(self._stage), self._plans.order
+        if microbatch is None and (alone or not conductor.training):
+            return PassSettings(Mode.IDLE)
+        if microbatch is None:  # the metadata inference of the schedule
+            return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
+        if self.unfollowed:
+            return PassSettings(Mode.SCOPED, order, recompute=self._always) if self._always else PassSettings(Mode.IDLE)
+        roles_of = _lean
+        if self.bare:
+            roles_of = partial(self._offloading, frozenset())
+        elif microbatch.planned:
+            assert conductor.plan is not None
+            plan, key = conductor.plan, (microbatch.stage, microbatch.number)
+            chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
+            offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
+            roles_of = partial(self._offloading, offloaded)
+        mode = Mode.WHOLE
+        if conductor.scoped and microbatch.planned and not self.adopts:
+            idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
+            every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
+            mode = Mode.IDLE if idle and every else Mode.SCOPED
+        policies = self._always if self.bare else self._policies
+        begun = partial(conductor.pass_begins, microbatch)
+        take_times = None if self.operators is None else self.operators.add
+        return PassSettings(mode, order, roles_of, policies, take_times, begun)
+
+    @staticmethod
+    def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
+        return _roles(len(order), frozenset(k for k in offloaded if k < len(order)), at_once=False)
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Learn the order of the groups, and what they save."""
+        self._plans.learn(sequence)
+        self._log.forward_done(done, sequence)
+        self.adopts |= done.adopted > 0
+        if done.model is None:  # the metadata inference, whose inputs nothing else references
+            return
+        if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
+            return
+        saved = saved_in(done.layers)
+        if not done.partly:
+            kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
+            self.outside = max(self.outside, sum(kept))
+        if done.partly:
+            sizes = zip(map(_size, saved), self.sizes, strict=False)
+            self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
+        elif not self.saved or self._groups_of_saved != tuple(sequence):
+            self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
+            self._latest = self.saved
+            names = group_names(self.groups, sequence)
+            self._numbers |= {name: key.group for name, key in zip(names, sequence, strict=True)}
+        else:  # what is kept has no place, so a measured group is not replaced by an equal one
+            pairs = zip(saved, self.saved, strict=True)
+            self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)
+            if self._conductor.plan is None:
+                self.saved = self._latest
+
+    def grow(self) -> None:
+        """Count the latest microbatch of a step where its groups save more.
+
+        A plan serves groups that save less, too, such as experts that get fewer tokens.
+        """
+        pairs = zip(self._latest, self.saved, strict=True)
+        self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `Report`."""
+        plan = self._conductor.plan
+        return {"because": "" if plan is None else plan.because}
+
+    def costs(self) -> Any:
+        """Refuse: the plan is one for all stages."""
+        raise RuntimeError(
+            "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."
+        )
+
+    def plan(self) -> Plan:
+        """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
+        order, plan = self._plans.order, self._conductor.plan
+        offloaded = (
+            range(len(order) - 1)
+            if plan is None
+            else sorted(
+                chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0) and chunk.group < len(order)
+            )
+        )
+        calls = Roles.leanest(len(order)).plan
+        steps = {
+            event: tuple(action for action in actions if action.layer in offloaded)
+            for event, actions in calls.steps.items()
+        }
+        kept = {event: actions for event, actions in steps.items() if actions}
+        return Plan(max(len(order), 1), kept, self.names, self._log.bytes_of(order))
 
 
 class RankStage:
@@ -130,95 +327,3 @@ def problem_of(stages: Sequence[Any]) -> str:
         return "the schedule has no stages."
     without = [stage for stage in stages if not isinstance(getattr(stage, "submod", None), Module)]
     return f"stage {without[0].stage_index} has no module." if without else ""
-
-
-# The ranks of a pipeline
-
-T = TypeVar("T")
-
-OTHERS = "of the pipeline"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of one rank, and what is wrong with them."""
-
-    rank: int  # global
-    arguments: Mapping[str, Any]  # those that have to be the same on all ranks
-    problem: str = ""
-    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
-    entries: Mapping[str, str] = field(default_factory=dict)
-
-
-register(Settings)
-
-
-class PipelineRanks:
-    """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
-
-    Made where `offload` is called, with the process group of the pipeline.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        initialized = dist.is_available() and dist.is_initialized()
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
-        self.group, self._pipeline, self._copies = group, _exchange("pipeline", ranks), _exchange("stage", ())
-        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
-        self._number = 0  # of values that were exchanged
-
-    def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
-        """Return the settings of all ranks, or only those of a rank that refuses.
-
-        `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
-        if there are equally many of each rank of the pipeline.
-        """
-        copies = _exchange("stage", replicas)
-        try:
-            own = self._gather(self._pipeline, (settings, tuple(replicas)))
-            if len({len(each) for _, each in own}) == 1:
-                self.replicas, self._copies = tuple(replicas), copies
-            return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
-        except RefusedError as error:
-            refused: Settings = error.args[0]
-            self._refuse(refused, copies)  # the other pipelines wait for this one
-            return [refused]
-
-    def refuse(self, problem: str, replicas: Sequence[int]) -> None:
-        """Take no part, and let the others raise what is wrong with the arguments of this rank."""
-        if dist.is_available() and dist.is_initialized():
-            self._refuse(Settings(dist.get_rank(), {}, problem), _exchange("stage", replicas))
-
-    def _refuse(self, settings: Settings, copies: Exchange | None) -> None:
-        for exchange in (self._pipeline, copies):
-            if exchange is not None:
-                exchange.refuse(settings)
-
-    def gather(self, value: T) -> list[list[T]]:
-        """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
-        return self._gather(self._copies, self._gather(self._pipeline, value))
-
-    def _gather(self, exchange: Exchange | None, value: Any) -> list[Any]:
-        self._number += 1
-        return [value] if exchange is None else exchange.gather(str(self._number), value, OTHERS)
-
-    def leave(self) -> None:
-        """Take no further part, and let the others not wait."""
-        for exchange in (self._pipeline, self._copies):
-            if exchange is not None:
-                exchange.leave()
-
-
-def _exchange(name: str, ranks: Sequence[int]) -> Exchange | None:
-    """Return the next exchange of some ranks; None for one rank."""
-    return Exchange.of(name, ranks) if len(ranks) > 1 else None
-
-
-def disagreement(settings: Sequence[Settings]) -> str:
-    """Return what is wrong with the arguments of the ranks, in words that are the same on each; empty if nothing is."""
-    matched = {entry for each in settings for entry, reason in each.entries.items() if not reason}
-    for each in settings:
-        unmatched = (reason for entry, reason in each.entries.items() if entry not in matched)
-        problem = each.problem or next(unmatched, "")
-        if problem:
-            return f"Rank {each.rank} of the pipeline: {problem}"
-    return different_arguments({each.rank: each.arguments for each in settings})
