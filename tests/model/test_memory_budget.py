@@ -104,6 +104,23 @@ def test_a_plan_that_takes_more_memory_than_was_predicted_is_replaced(recompute)
     assert times[-6 * MIB] <= times[0] < times[4 * MIB]
 
 
+@pytest.mark.parametrize("more", [0, 4 * MIB])
+def test_a_pass_that_keeps_everything_and_takes_more_than_the_budget_is_followed_by_a_plan(more):
+    device = Mistaken(1e6, 1e6, memory=2**40)
+    device.more = more
+    model = TimedModel(device, 12)
+    (without,) = peaks(model, device, 1)
+    device.handle = handle = offload(model, device, memory_budget=without + 2 * MIB)
+    found = peaks(model, device, 8)
+    assert not handle.settling
+    assert found[-1] + more <= handle.plan.peak_bytes <= without + 2 * MIB
+    if more:
+        assert f"the peak would be {(without + more) / MIB:.1f} MiB, above the limit" in handle.plan.because
+    else:
+        assert handle.plan.because.startswith("Fits: ")
+    handle.remove()
+
+
 class Overrated(Timed):
     """A device on which the first plan that is tried takes less memory than was predicted; the others take that."""
 

@@ -151,7 +151,7 @@ class Findings:
     more : int
         Bytes that were allocated in this rank beyond those of the rank that planned.
     bare : Peak
-        Of a pass in which everything is kept, as it is expected.
+        Of a pass in which everything is kept, as it is expected or was measured.
     host_bytes : int, optional
         Bytes to which the host memory is reduced at the start of this pass.
     planning : float

@@ -348,6 +348,9 @@ class Script:
             passes.append((yield from self._pass(Stage.PLAN)))
         passes[-1].wait(self._backend)
         peak = self._take_peak(plan, passes)
+        if peak and idle(plan) and found.choose is not None:
+            found.bare = Peak(peak, found.size, found.allocated_before)
+            found.choose = partial(found.choose, without_bytes=peak)
         plan = replace(plan, peak_bytes=peak) if peak else plan
         return Trial(plan, self._seconds(passes[-1]), max(peak - self._limit, int(refused)))
 
