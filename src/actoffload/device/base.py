@@ -89,6 +89,10 @@ class Backend(Protocol):
         """
         return None
 
+    def made(self, tensor: torch.Tensor) -> None:
+        """Count what replay has made, which no dispatch mode sees; devices that count their memory do nothing."""
+        return
+
     def in_use(self) -> int | None:
         """Return the bytes of device memory that tensors of this process use now; None if that is not known."""
         return None

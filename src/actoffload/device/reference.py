@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -133,6 +133,10 @@ class ReferenceDevice(Backend):
         """Return a context in which what operations create counts as device memory."""
         return self._created
 
+    def made(self, tensor: torch.Tensor) -> None:
+        for created in CreatedStorages.entered:
+            created.count(tensor)
+
     def allocated(self) -> tuple[int, int] | None:
         if self._limit is None:
             return None
@@ -180,6 +184,8 @@ class CreatedStorages:
         Bytes above which an operation raises `torch.OutOfMemoryError`.
     """
 
+    entered: ClassVar[list[CreatedStorages]] = []
+
     def __init__(self, limit: int | None = None) -> None:
         self.now = self.peak = 0  # bytes that exist now, and their largest number
         self.errors = 0  # operations that needed more than the limit
@@ -211,10 +217,17 @@ class CreatedStorages:
 
         self._mode = Watch()
         self._mode.__enter__()
+        self.entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.entered.remove(self)
         self._mode.__exit__(None, None, None)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count what an operation has made that the mode does not see."""
+        self._follow(tensor.untyped_storage(), set())
+        self._check()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -315,7 +315,7 @@ class Alarm:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
         # By device: whether comparisons found a difference, a row for each.  No lock guards them, which an interrupt
         # could leave locked: backwards of several threads take different rows.
         self._flags: dict[torch.device, tuple[Tensor, Sequence[Tensor]]] = {}
@@ -350,10 +350,10 @@ class Alarm:
             If values that were computed again in a backward differed from those of the forward.
         """
         rise()  # replay that an interrupt stopped
-        if self._backend.capturing():
+        if self.backend.capturing():
             return
         reading = self._reading
-        if reading and all(self._backend.passed(each.event) for each in reading):
+        if reading and all(self.backend.passed(each.event) for each in reading):
             self._reading = []
             for each in reading:
                 with below_everything():
@@ -374,7 +374,7 @@ class Alarm:
 
     def _read(self) -> None:
         """Begin to read the results since the last time, unless some are still to come."""
-        if not self._unread or self._reading or self._backend.capturing():
+        if not self._unread or self._reading or self.backend.capturing():
             return
         self._unread = False
         reading = []
@@ -386,6 +386,6 @@ class Alarm:
                 if device.type != "cpu":
                     host = torch.empty((), dtype=torch.bool, pin_memory=True)
                     result = host.copy_(result, non_blocking=True)
-            stream = self._backend.current_stream(self._backend.place(flags))
-            reading.append(_Reading(result, self._backend.record(stream), copied, self._made_by.copy()))
+            stream = self.backend.current_stream(self.backend.place(flags))
+            reading.append(_Reading(result, self.backend.record(stream), copied, self._made_by.copy()))
         self._reading = reading

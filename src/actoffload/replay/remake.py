@@ -132,6 +132,7 @@ class Remake:
                     values[value] = self._source(value)
                 program.run(step, values)
                 for _, value in step.made:
+                    self._alarm.backend.made(values[value])
                     if value in self.samples:
                         self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
                 for value in unneeded:
