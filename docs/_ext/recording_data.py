@@ -6,10 +6,13 @@ example, and ``recording.json``, a :class:`Provenance`.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import json
 import re
 import shutil
+import tokenize
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ class RecordingError(Exception):
 
 
 class NotRecordedError(Exception):
-    """No recorded run has the present text of an example; the message is the reason."""
+    """No recorded run has the present code of an example; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,28 @@ def source_digest(package: Path) -> str:
     return _digest(sorted(package.rglob("*.py"), key=lambda p: p.relative_to(package).as_posix()), package)
 
 
+def _code(example: Path) -> bytes:
+    """Return the cells of code of an example, without its docstring, its texts, comments and empty lines."""
+    text = _text(example).decode("utf-8", "surrogateescape")
+    lines = text.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith("# %%"):
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    tree = ast.parse(text)
+    if ast.get_docstring(tree) is not None:
+        lines[: tree.body[0].end_lineno] = []
+    cells = [cell.splitlines() for cell in re.split("^# %%.*$", "\n".join(lines), flags=re.MULTILINE)]
+    written = ("\n".join(line.rstrip() for line in cell if line.strip()) for cell in cells)
+    return "\n# %%\n".join(cell for cell in written if cell).encode("utf-8", "surrogateescape")
+
+
 def example_digest(example: Path) -> str:
-    """Return the sha256 of an example and of the helper modules (``_*.py``) in its folder."""
-    return _digest(sorted(example.parent.glob("_*.py")), example.parent, _text(example))
+    """Return the sha256 of an example's code and of the helper modules (``_*.py``) in its folder.
+
+    A recorded run is shown with the present text: see ``recordings.weave``.
+    """
+    return _digest(sorted(example.parent.glob("_*.py")), example.parent, _code(example))
 
 
 def find_examples(folder: Path) -> dict[str, Path]:
@@ -142,10 +164,10 @@ def load_recording(folder: Path) -> Provenance:
 
 
 def recorded_run(folder: Path, example: Path) -> Provenance:
-    """Return the verified recording of an example's present text; raise `NotRecordedError` if there is none."""
+    """Return the verified recording of an example's present code; raise `NotRecordedError` if there is none."""
     if not (folder / RECORDING_FILE).is_file():
         raise NotRecordedError("It has no recorded GPU run yet.")
     run = load_recording(folder)
     if run.example_digest != example_digest(example):
-        raise NotRecordedError(f"Its text changed since it was recorded on {run.device} ({run.date[:10]}).")
+        raise NotRecordedError(f"Its code changed since it was recorded on {run.device} ({run.date[:10]}).")
     return run

@@ -1,8 +1,9 @@
 """Sphinx extension: the pages of the gallery, with recorded GPU runs on a site that is built without a GPU.
 
 sphinx-gallery executes an example only if its text differs from the ``.md5`` of an earlier execution in the gallery
-folder. Before that, this extension copies the files of the recorded run into the folder (:mod:`recording_data`). An
-example without a recording of its current text is executed. Every page says where its figures come from.
+folder. Before that, this extension writes the recorded run with the present text into the folder
+(:mod:`recording_data`). An example without a recording of its current code is executed. Every page says where its
+figures come from.
 
 ``recordings_mode`` is ``"auto"``, which executes everything where torch sees an accelerator and restores recordings
 elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which restores what can be restored.
@@ -11,16 +12,16 @@ elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which resto
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from filecmp import cmp
 from importlib import metadata
 from pathlib import Path
-from shutil import copyfile
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -31,6 +32,9 @@ from sphinx.application import Sphinx
 from sphinx.config import ENUM
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
+from sphinx_gallery.gen_rst import codestr2rst
+from sphinx_gallery.notebook import jupyter_notebook
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 from sphinx_gallery.sorting import ExplicitOrder
 from sphinx_gallery.utils import zip_files
 
@@ -116,7 +120,7 @@ class GalleryRecordings:
                 page = self._find_recording(folder, example)
             if page.run is not None:
                 note.unlink(missing_ok=True)
-                restore(folder, page.run, example, note.parent)
+                restore(folder, page.run, example, note.parent, conf)
             elif not self._executed_here(note, data.example_digest(example)):
                 for path in (note, note.with_name(example.name + ".md5")):
                     path.unlink(missing_ok=True)  # sphinx-gallery executes what has no .md5
@@ -187,21 +191,47 @@ def _run_here(source_digest: str) -> data.Provenance:
     return data.Provenance("", "", source_digest, *found, toolchain=versions, command="sphinx-build")
 
 
-def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path) -> None:
-    """Copy a recording into the gallery folder `target`, and build the ``.zip`` that it does not contain."""
-    sources = {target / name: folder / name for name in recorded.files} | {target / example.name: example}
+def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path, settings: dict[str, Any]) -> None:
+    """Write a recording with the example's present text into the gallery folder `target`, with the ``.zip``."""
+    blocks = split_code_and_text_blocks(example)[1]
+    files = {target / name: (folder / name).read_bytes() for name in recorded.files}
+    page, text = target / f"{example.stem}.rst", example.read_text("utf-8")
+    files[page] = weave(files[page].decode(), blocks).encode()
+    files[page.with_suffix(".ipynb")] = json.dumps(jupyter_notebook(blocks, settings, target), indent=2).encode()
+    files[target / example.name] = example.read_bytes()
+    files[target / f"{example.name}.md5"] = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest().encode()
     # Sphinx reads again what was modified.
-    changed = [path for path, source in sources.items() if not path.is_file() or not cmp(path, source, shallow=False)]
+    changed = [path for path, content in files.items() if not path.is_file() or path.read_bytes() != content]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # sphinx-gallery makes its pages read-only
-        copyfile(sources[path], path)
+        path.write_bytes(files[path])
     if changed:
         stem = target / example.stem
         zip_files([f"{stem}.py", f"{stem}.ipynb"], f"{stem}.zip", target)
 
 
 # Text of the pages
+
+
+def weave(page: str, blocks: Iterable[Any]) -> str:
+    """Replace the blocks of an example in its recorded page; what its code printed and drew stays."""
+    label = re.search(r"^\.\. _sphx_glr_(?!download).*:\n+", page, flags=re.M)
+    footer = page.index(".. rst-class:: sphx-glr-timing")
+    assert label is not None, "sphinx-gallery writes pages in another way"
+    printed = re.findall(
+        r"^\.\. GENERATED FROM .*\n\n\.\. code-block:: Python\n(?:\n|    .*\n)*((?s:.*?))(?=^\.\. GENERATED FROM |\Z)",
+        page[label.end() : footer],
+        flags=re.M,
+    )
+    outputs = iter(printed)
+    parts = [
+        f"{codestr2rst(block.content, lang='Python')}\n\n{next(outputs)}"
+        if block.type == "code"
+        else f"{block.content}\n\n"
+        for block in blocks
+    ]
+    return "".join([page[: label.end()], *parts, page[footer:]])
 
 
 def describe_figures(text: str) -> str:

@@ -29,21 +29,36 @@ def test_recorded_page_is_restored_and_not_executed(recorded):
     assert "other library sources" not in log + text
 
 
-def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded):
+def test_changed_text_is_shown_with_the_recorded_output(recorded):
+    text = recorded.example.read_text().replace("Its text is long enough", "Its other text is long enough")
+    text = text.replace("# One cell.", "# Another heading.").replace('print("output', '# Why.\nprint("output')
+    recorded.example.write_text(text + "\n# %%\n# A conclusion.\n")
+    _, warnings = recorded.build()
+    assert warnings == ""
+    assert recorded.runs == 1
+    page = text_of(recorded.html(PAGE))
+    assert "Recorded on Imagined GPU" in page
+    order = ["Its other text", "Another heading.", "# Why.", "output of the run", "A conclusion.", "Peak device memory"]
+    assert [page.index(words) for words in order] == sorted(page.index(words) for words in order)
+    assert "One cell." not in page
+    assert "A conclusion." in (recorded.root / "docs" / "gallery" / "first.ipynb").read_text()
+
+
+def test_changed_code_is_executed_on_the_reference_device_and_labelled(recorded):
     recorded.example.write_text(recorded.example.read_text() + "print('a new line')\n")
     log, warnings = recorded.build()
     assert warnings == ""
     assert recorded.runs == 2
     text = text_of(recorded.html(PAGE))
     assert "Ran on the reference device" in text
-    assert "Its text changed since it was recorded on Imagined GPU" in text
+    assert "Its code changed since it was recorded on Imagined GPU" in text
     assert "a new line" in text
     assert "Peak device memory of this process: not measured (reference device)" in text
     assert "1234" not in text
     assert "GiB" not in text
     assert "recording-reference" in recorded.html(PAGE)
     assert "gallery: first: Ran on the reference device · Without a GPU" in log
-    assert "Its text changed since it was recorded on Imagined GPU" in log
+    assert "Its code changed since it was recorded on Imagined GPU" in log
 
 
 def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
