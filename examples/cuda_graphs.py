@@ -2,20 +2,18 @@
 Capture the transfers in a CUDA graph
 =====================================
 
-A CUDA graph replays a whole step with one call. With offloading, the copies are captured together with the compute,
-and the memory pool of the graph is smaller by the offloaded bytes. Here a training step is captured and compared with
-eager steps.
+A CUDA graph replays a whole step with one call, which saves the time in which the host launches kernels. The copies of
+offloading are captured with the compute, and the memory pool of the graph is smaller by the offloaded bytes.
 """
 
 # %%
 # Capture a training step
 # -----------------------
-# Three of twelve layers are offloaded. The graph reads its input from one fixed tensor. That tensor is never offloaded,
-# so the step begins with a copy of it, which can be.
+# Three of twelve layers are offloaded. The graph reads its input from one fixed tensor, which is never offloaded. So
+# the step begins with a copy of it.
 #
-# Steps before the capture warm the pool of pinned memory: none can be allocated during a capture, and a tensor without
-# host memory would stay on the device, with a warning. They run on the stream of the capture, as PyTorch advises.
-# Without CUDA there are no graphs; the example then runs the same steps eagerly.
+# Steps before the capture allocate pinned memory, which a capture cannot. They run on the stream of the capture, as
+# PyTorch advises. Without CUDA the example runs the same steps eagerly.
 import torch
 
 import actoffload
@@ -42,7 +40,7 @@ def forward(x, context=context, sync_function=sync_function):
 
 def train_step(*pair):
     """Run forward, backward and optimizer on the fixed input."""
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)  # gradients stay allocated: peaks differ by activations only
     forward(static_input.clone(), *pair).square().mean().backward()
     optimizer.step()
 
@@ -65,7 +63,7 @@ def capture():
     return graph.replay
 
 
-# The gradients of the same weights are computed on two streams on purpose, in a capture and in eager steps.
+# The example computes gradients of the same weights on two streams, in the capture and in eager steps: no warning.
 torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 replay = capture()
 for _ in range(3):
@@ -102,8 +100,8 @@ print("Weights are bit-identical:", all(map(torch.equal, expected, weights_after
 # %%
 # Side by side
 # ------------
-# ``compare_steps`` measures eager steps without and with offloading. A graph has the same copies, and keeps the peak of
-# its capture as long as it lives.
+# Does it help? Eager steps, without and with offloading. A graph has the same copies, and keeps the peak of its capture
+# as long as it lives.
 from actoffload.measure import compare_steps, trace_memory
 from actoffload.report.plots import plot_trace
 
@@ -118,6 +116,8 @@ traces = {
 plot_trace(traces).figure.savefig("cuda_graphs_memory.png", dpi=150)
 
 # %%
-# A graph keeps its host memory. ``close`` frees it; the graphs must not be replayed afterwards. For
-# ``torch.cuda.make_graphed_callables`` see :doc:`the guide </guide/cuda_graphs>`.
+# Conclusion
+# ----------
+# Offloading needs no change for a capture but a few steps before it. A graph keeps its host memory: ``close`` frees it,
+# and the graph must not be replayed afterwards.
 context.close()

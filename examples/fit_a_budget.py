@@ -2,17 +2,17 @@
 Fit a model into a budget
 =========================
 
-A model whose activations do not fit into the memory of the device stops with ``torch.OutOfMemoryError``. With
-``actoffload.offload(model)`` it trains, and ``memory_budget=`` sets a limit below the memory of the device. Here a GPU
-is limited to 4.5 GiB, and a step of the model takes 7.5 GiB.
+A model whose activations do not fit on the device stops with ``torch.OutOfMemoryError``. With
+``actoffload.offload(model)`` it trains; ``memory_budget=`` sets a lower limit. Here a GPU is limited to 4.5 GiB, and a
+step of the model takes 7.5 GiB.
 """
 
 # %%
 # Out of memory
 # -------------
-# The model is twelve transformer blocks of PyTorch. ``torch.cuda.set_per_process_memory_fraction`` limits the GPU. Then
-# the first step fails. Without a GPU the example runs on the CPU with a smaller model. Nothing runs out of memory
-# there, no costs are measured, and the plan is the same for every budget.
+# Twelve transformer blocks of PyTorch. ``torch.cuda.set_per_process_memory_fraction`` limits the GPU, and the first
+# step fails. Without a GPU a smaller model runs on the CPU: nothing runs out of memory, and the plan is the same for
+# every budget.
 import torch
 
 import actoffload
@@ -53,16 +53,15 @@ optimizer.zero_grad()
 # One line
 # --------
 # With ``actoffload.offload(model)`` the same loop trains. The first two steps recompute all blocks and offload their
-# inputs, so they fit. Then the fastest plan is chosen whose peak fits into the device, and measured. A part of the
-# device is left free for gaps between tensors. The plan lists what is kept, offloaded and recomputed.
+# inputs, so they fit. Then the fastest plan that fits is chosen and measured. A part of the device is left free for
+# gaps between tensors.
 handle = actoffload.offload(model)
 for _ in range(steps):
     train_step()
 print(handle.plan)
 
 # %%
-# The report is about the latest step: what was offloaded, and what kept memory on the device. It counts the offloaded
-# bytes. In a plan those of recomputed groups are estimates.
+# The report counts what the latest step offloaded and kept. In a plan, bytes of recomputed groups are estimates.
 print(handle.report())
 fits = handle.plan
 handle.remove()
@@ -70,10 +69,8 @@ handle.remove()
 # %%
 # A budget
 # --------
-# ``memory_budget=`` is a limit of our own, for a device that is shared, or for a step that comes later. It is text such
-# as ``"24GiB"``, a number of bytes, or a fraction of the device such as ``0.5``. Weights, gradients, optimizer states
-# and temporary memory count. If no plan is within the budget, a warning says which peak can be reached, and training
-# goes on with that plan.
+# ``memory_budget=`` is a lower limit, where the device is shared. It is text such as ``"24GiB"``, a number of bytes, or
+# a fraction of the device such as ``0.5``. Weights, gradients, optimizer states and temporary memory count.
 handle = actoffload.offload(model, memory_budget=budget)
 for _ in range(steps):
     train_step()
@@ -84,9 +81,8 @@ handle.remove()
 # %%
 # Side by side
 # ------------
-# Peak memory and step time of each plan, without the limit of the GPU: ``plan=`` repeats a plan without measuring. On a
-# GPU the table has times of whole steps, with the optimizer. The time in a plan is that of forward and backward. Less
-# memory costs time: the copies take longer than the compute that they overlap, or parts of blocks are computed twice.
+# What does less memory cost? Peak memory and step time of each plan, without the limit of the GPU; ``plan=`` repeats a
+# plan without measuring. Steps include the optimizer; the time in a plan is that of forward and backward.
 from actoffload.measure import measure_steps
 
 if not reference:
@@ -103,3 +99,8 @@ ax = measured.plot()
 if not reference:
     ax.axvline(limit, color="#d55e00", linestyle="--")
 ax.figure.savefig("fit_a_budget.png", dpi=150)
+
+# %%
+# Conclusion
+# ----------
+# A model that ran out of memory trains after one line. ``handle.frontier()`` lists what other budgets cost.

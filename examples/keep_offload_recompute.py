@@ -2,21 +2,19 @@
 Keep, offload or recompute
 ==========================
 
-What a block saves for backward can be kept on the device, offloaded to the host, or recomputed. Each has a price:
-memory, time of the link, or time of the device. With ``memory_budget=`` the planner chooses for each block. Here the
-result is compared with offloading alone and with activation checkpointing.
+Saved tensors can be kept on the device, offloaded to the host, or recomputed. Each way has a price: memory, time of the
+link, or time of the device. With ``memory_budget=`` the planner chooses for each block. The example compares its plan
+with offloading alone and with activation checkpointing.
 """
 
 # %%
 # A model with a memory budget
 # ----------------------------
 # Twelve transformer blocks of PyTorch. A step takes 7.5 GiB, and the budget is 4.1 GiB. ``recompute="auto"`` is the
-# default: blocks are recomputed where that is faster than to copy all of what they save. In a recomputed block the
-# plan may save the outputs that take long to compute, as those of matrix products and attention do. They are kept or
-# offloaded like everything else. Norms, activation functions and sums are computed again.
+# default: the plan recomputes cheap operators, such as norms and activation functions, and keeps or offloads results
+# that take long to compute, such as matrix products.
 #
-# Without a GPU the example runs on the CPU with a smaller model. No costs are measured there, so no budget can be met:
-# ``recompute=True`` recomputes all blocks instead.
+# Without a GPU a smaller model runs on the CPU, where no costs are measured: ``recompute=True`` recomputes all blocks.
 import torch
 
 import actoffload
@@ -47,14 +45,14 @@ for _ in range(4 if reference else 24):  # the first steps measure on a GPU
 print(handle.plan)
 
 # %%
-# The report is about the latest step: what was offloaded, and why the rest was kept.
+# The report of the latest step:
 print(handle.report())
 
 # %%
 # Side by side
 # ------------
-# What follows only measures: the same budget with offloading alone, checkpointing, and neither. On a GPU the table also
-# has the times of whole steps, with the optimizer. The time in a plan is that of a pass: forward and backward.
+# Does it help? Peak memory and step time of the plan, offloading alone with the same budget, checkpointing, and
+# neither. Steps include the optimizer; the time in a plan is that of forward and backward.
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
@@ -85,16 +83,15 @@ handle.remove()
 print(measured)
 
 # %%
-# Each bar is a peak. On a GPU the ratio beside it is the step time. Checkpointing computes the forward of every block
-# again. Offloading alone has to copy so much that compute waits for the copies.
+# Each bar is a peak, with the step time beside it on a GPU. Checkpointing computes the forward of every block again.
+# Offloading alone copies so much that compute stalls.
 measured.plot().figure.savefig("keep_offload_recompute.png", dpi=150)
 
 # %%
 # What other budgets would cost
 # -----------------------------
-# ``handle.frontier()`` searches plans from the smallest peak on, each faster than all with a smaller peak. It uses what
-# the first steps measured, so no further step is run. Its times are estimates of forward and backward; that of the
-# present plan was measured.
+# ``handle.frontier()`` lists plans, each faster than all with a smaller peak, by the costs that the first steps
+# measured. Times are of forward and backward. That of the present plan was measured.
 if reference:
     print("Costs are not known on the reference device.")
 else:
@@ -104,9 +101,8 @@ else:
 # %%
 # The same bits
 # -------------
-# A recomputed block runs the same kernels on the same values, so training gives the same weights. The backward of fast
-# attention kernels adds in an order that differs from run to run, with and without offloading. So this comparison uses
-# a deterministic kernel, and short sequences. All blocks are recomputed.
+# Recomputation runs the same kernels on the same values, so training gives the same weights. Fast attention kernels add
+# in any order, so this comparison uses a deterministic kernel and short sequences. All blocks are recomputed.
 import copy
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -129,3 +125,9 @@ with actoffload.offload(model, num_layers=layers - 2, recompute=True) as handle:
     same = all(map(torch.equal, without, weights_after_training()))
     print(f"{len(handle.plan.offloaded)} blocks are offloaded and {len(handle.plan.recomputed)} recomputed.")
 print("Weights are bit-identical:", same)
+
+# %%
+# Conclusion
+# ----------
+# The combination is faster than checkpointing and than offloading alone: the link and the device share the work. Where
+# less memory would do, give a lower budget: the frontier has its price.
