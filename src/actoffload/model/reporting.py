@@ -25,7 +25,7 @@ from ..schedule.plan import Plan
 from .follow import DROPPED, GROUP, KEPT, FollowedModule, Steering, group_name
 from .select import Names, starred
 
-__all__ = ["PassLog", "Recording", "build_report", "describe", "explain", "group_names"]
+__all__ = ["PassLog", "Recording", "build_report", "count_pass", "describe", "explain", "group_names"]
 
 NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wasted": 0}
 
@@ -57,45 +57,37 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: Plan, s
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class LatestPass:
-    """A pass whose forward has ended."""
+def count_pass(done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> PassStatistics:
+    """Return what a pass of a model did whose forward has just ended."""
+    with done.lock:
+        refs = ((ref(), module) for ref, module in done.saved_outside)
+        return replace(
+            PassStatistics.of(done, done.inputs),
+            sequence=tuple(sequence),
+            outside={reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()},
+            saved_outside=tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers),
+            partly=done.partly,
+        )
 
-    statistics: PassStatistics
-    outside: dict[Reason, tuple[int, int]]  # count and bytes of what was kept outside of the groups
-    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...]  # bytes and module, a storage; only while recording
-    sequence: tuple[GroupKey, ...]
-    partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
-    because: str = ""  # this pass did what it did, where that is not what the plan says
 
-    @staticmethod
-    def of(done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> LatestPass:
-        """Return what a pass did whose forward has just ended."""
-        with done.lock:
-            statistics = PassStatistics.of(done, done.inputs)
-            refs = ((ref(), module) for ref, module in done.saved_outside)
-            saved = tuple((each.nbytes, module) for each, module in refs if each and module and OUTSIDE in each.layers)
-        outside = {reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()}
-        return LatestPass(statistics, outside, saved, tuple(sequence), done.partly)
-
-    def planned(self, plan: Plan, names: Sequence[str]) -> PassStatistics:
-        """Return the statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
-        less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
-        saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
-        for name, (layer, row) in zip(names, self.statistics.groups, strict=True):
-            unseen = self.partly and not row.offloaded and not row.recomputed
-            nbytes = max(row.bytes_saved, saved.get(name, 0) * unseen)
-            again = less.get(name, 0) * row.recomputed
-            groups.append((layer, replace(row, bytes_saved=nbytes, bytes_recomputed=again)))
-        return replace(self.statistics, groups=tuple(groups))
+def add_planned_bytes(latest: PassStatistics, plan: Plan, names: Sequence[str]) -> PassStatistics:
+    """Return statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
+    less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
+    saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
+    for name, (layer, row) in zip(names, latest.groups, strict=True):
+        unseen = latest.partly and not row.offloaded and not row.recomputed
+        nbytes = max(row.bytes_saved, saved.get(name, 0) * unseen)
+        again = less.get(name, 0) * row.recomputed
+        groups.append((layer, replace(row, bytes_saved=nbytes, bytes_recomputed=again)))
+    return replace(latest, groups=tuple(groups))
 
 
 @dataclass(eq=False)
 class PassLog:
     """The latest pass of a model, and the recorded step.  It does not reference the handle."""
 
-    latest: LatestPass | None = None
-    full: LatestPass | None = None  # the latest that saved at least half as much as the largest: the one to report
+    latest: PassStatistics | None = None
+    full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
     first: Callable[[], None] | None = None  # called once, after the first pass
     recording: Recording | None = None
     history: PassHistory = field(default_factory=PassHistory)
@@ -107,37 +99,33 @@ class PassLog:
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
         """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
-        saved = dict[GroupKey, int]()
-        for key, (_, row) in (
-            () if self.full is None else zip(self.full.sequence, self.full.statistics.groups, strict=True)
-        ):
-            saved[key] = row.bytes_saved
+        full = () if self.full is None else zip(self.full.sequence, self.full.groups, strict=True)
+        saved = {key: row.bytes_saved for key, (_, row) in full}
         return tuple(saved.get(key, 0) for key in order)
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
-        latest = LatestPass.of(done, sequence)
         self.history.add(done)
-        self.take(replace(latest, statistics=replace(latest.statistics, waiting=self.history.waiting(done))))
+        self.take(replace(count_pass(done, sequence), waiting=self.history.waiting(done)))
 
     def nothing_offloaded(self, *, replayed: bool = False) -> None:
         """Note that passes from here on are not followed: every group is kept, or `replayed` as in the latest."""
         if self.latest is not None:
             groups = [
                 (layer, replace(row, **NOTHING) if replayed and row.recomputed else GroupReport("", calls=row.calls))
-                for layer, row in self.latest.statistics.groups
+                for layer, row in self.latest.groups
             ]
-            statistics = PassStatistics(tuple(groups), expected_bytes=0, freed_bytes=0, held=())
-            self.take(replace(self.latest, statistics=statistics, partly=True))
+            latest = replace(self.latest, expected_bytes=0, freed_bytes=0, later_bytes=0, held=(), waiting=0)
+            self.take(replace(latest, groups=tuple(groups), partly=True))
             self.full = self.latest
 
-    def take(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
+    def take(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None) -> None:
         """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
         first = self.latest is None
         if latest.partly and self.latest is not None:
             latest = replace(latest, outside=self.latest.outside)
         self.latest = latest
-        if self.history.is_full(latest.statistics, partly=latest.partly):
+        if self.history.is_full(latest):
             self.full = latest
         if self.recording is not None and self.records:
             self.recording.note(latest, followed)
@@ -172,14 +160,14 @@ class Recording:
         """Return the name of a group by its position in the pass."""
         return self.names[layer] if layer < len(self.names) else f"group {layer}"
 
-    def note(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
+    def note(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
         names = group_names(self.groups, latest.sequence if followed is None else followed)
         self.finding |= names != group_names(self.groups, latest.sequence)
         # Layers of the timeline are numbered by pass: in the pass that found the groups there are others.
         self.names = names if self.passes == 1 or not self.finding else ()
-        self.held, self.holders = latest.statistics.held, {}
+        self.held, self.holders = latest.held, {}
         root, saved = self.root(), Counter[Module]()
         modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
         for nbytes, saver in latest.saved_outside:
@@ -200,7 +188,7 @@ class Recording:
 def build_report(
     plans: GroupPlans,
     groups: Sequence[FollowedModule],
-    latest: LatestPass,
+    latest: PassStatistics,
     recording: Recording | None,
     statistics: Statistics,
     plan: Plan,
@@ -214,7 +202,7 @@ def build_report(
     done = recording is not None and recording.names == names and not recording.open
     called = {key.group for key in latest.sequence}
     absent = [group for group in groups if group.role is not DROPPED and group.group not in called]
-    held, holders = latest.statistics.held, None
+    held, holders = latest.held, None
     if recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in held]:
         now = {each.address: entry.address for each, entry in zip(recording.held, held, strict=True)}
         holders = {now[at]: found for at, found in recording.holders.items()}
@@ -227,11 +215,10 @@ def build_report(
     return build(
         names,
         kinds,
-        latest.planned(plan, names),
+        add_planned_bytes(latest, plan, names),
         statistics,
         holders=holders,
         absent=[GroupReport(group_name(group.name), group.kind, calls=0) for group in absent],
-        outside=latest.outside,
         **more,
     )
 

@@ -8,17 +8,19 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch.nn import Module
+
 from .._torch.tensors import address
 from ..engine.eligibility import StorageRef
 from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass
 from ..engine.statistics import Reason, Statistics
 from ..engine.storage import Residency, Resident
-from ..schedule.execution_order import OUTSIDE
+from ..schedule.execution_order import OUTSIDE, GroupKey
 from .advice import advise
 from .holders import HeldStorage, Holder
 from .plots import StepTimeline
-from .report import GroupReport, Report, sum_groups
+from .report import Amounts, GroupReport, Report, sum_groups
 
 __all__ = ["Held", "PassHistory", "PassStatistics", "build", "on_device"]
 
@@ -37,7 +39,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class PassStatistics:
-    """All groups of one pass, in the order in which they ran."""
+    """A pass whose forward has ended: all groups, in the order in which they ran, and what was saved between them."""
 
     groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
     expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
@@ -45,6 +47,12 @@ class PassStatistics:
     held: tuple[Held, ...]
     later_bytes: int = 0  # that the plan frees in backward
     waiting: int = 0  # earlier passes whose backward is still to come
+    # Of models only
+    sequence: tuple[GroupKey, ...] = ()
+    outside: Amounts | None = None  # kept outside of the groups
+    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
+    partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
+    because: str = ""  # this pass did what it did, where that is not what the plan says
 
     @staticmethod
     def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
@@ -112,12 +120,9 @@ class PassHistory:
         """Forget what earlier passes saved."""
         self._largest = {}
 
-    def is_full(self, statistics: PassStatistics, *, partly: bool = False) -> bool:
-        """Return whether a pass saved at least half as much as the largest one, and note what it saved.
-
-        `partly`: kept groups were not followed.
-        """
-        kind = partly, sum(row.recomputed for _, row in statistics.groups)
+    def is_full(self, statistics: PassStatistics) -> bool:
+        """Return whether a pass saved at least half as much as the largest one, and note what it saved."""
+        kind = statistics.partly, sum(row.recomputed for _, row in statistics.groups)
         saved = sum(row.bytes_saved for _, row in statistics.groups)
         largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
         return 2 * saved >= largest
@@ -204,6 +209,7 @@ def build(
         dropped_bytes=latest.freed_bytes - not_freed.total(),
         later_bytes=latest.later_bytes,
         waiting_passes=latest.waiting,
+        outside=latest.outside,
         **{"peak_resident_bytes": statistics.peak_resident_bytes, **more},
     )
     return replace(report, advice=advise(report))

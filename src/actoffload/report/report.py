@@ -11,7 +11,7 @@ from .._text import Printable, Table, fold, fold_names, milliseconds, numberless
 from ..engine.statistics import Reason
 from .holders import HeldStorage, merge_held
 
-__all__ = ["WEIGHTS", "GroupReport", "Report", "add_amounts", "sum_groups"]
+__all__ = ["WEIGHTS", "Amounts", "GroupReport", "Report", "add_amounts", "sum_groups"]
 
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept

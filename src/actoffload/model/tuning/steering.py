@@ -17,12 +17,13 @@ from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...replay import Policy, names_of, saving
+from ...report.build import PassStatistics
 from ...report.report import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
 from ...schedule.plan import Do, Plan
 from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
-from ..reporting import LatestPass, PassLog, group_names
+from ..reporting import PassLog, count_pass, group_names
 
 __all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
 
@@ -257,7 +258,7 @@ class Finder:
         ]
         self._skipped = without
         stretches = list(_stretches(sequence))
-        latest = LatestPass.of(done, sequence)
+        latest = count_pass(done, sequence)
         chosen = self._choose(sequence, stretches, latest)
         dropped = [followed for followed in self._groups if followed.name not in chosen]
         for followed in dropped:
@@ -269,16 +270,16 @@ class Finder:
         self._log.take(replace(_regrouped(latest, runs), because=because), sequence)
         return self._then, partial(unfollow, dropped)
 
-    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
+    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: PassStatistics) -> set[str]:
         groups = [self._groups[key.group] for key in sequence]
-        rows = latest.statistics.groups
+        rows = latest.groups
         of_call = {stretch.call: group.name for stretch, group in zip(stretches, groups, strict=True)}
         modules = measure(
             (group, [of_call[call] for call in around], row.activation_bytes + layer.remade_bytes)
             for group, (_, around), (layer, row) in zip(groups, stretches, rows, strict=True)
         )
         others: dict[Reason, tuple[int, int]] = {
-            reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
+            reason: amount for reason, amount in (latest.outside or {}).items() if reason is not Reason.KEPT
         }
         outside = GroupReport("outside", kept=others).activation_bytes
         named = {group.name for group in self._groups if group.kind not in (BLOCK, MODULE)}
@@ -322,19 +323,18 @@ def _runs(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: se
         yield None if inner is None else Run(GroupKey(group_of[inner], parts[inner]), inner)
 
 
-def _regrouped(latest: LatestPass, runs: Sequence[Run | None]) -> LatestPass:
+def _regrouped(latest: PassStatistics, runs: Sequence[Run | None]) -> PassStatistics:
     """Return what a pass did as if only some of its groups had been followed."""
-    statistics, outside = latest.statistics, dict(latest.outside)
+    outside = dict(latest.outside or {})
     places = [k for k, run in enumerate(runs) if run is not None]
     rows, before = [], None
-    for run, (layer, row) in zip(runs, statistics.groups, strict=True):
+    for run, (layer, row) in zip(runs, latest.groups, strict=True):
         if run is not None:
             rows.append((layer, replace(row, calls=int(run != before))))
         elif row.activation_bytes:
             count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
             outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
         before = run
-    held = [each._replace(place=places.index(each.place)) for each in statistics.held if each.place in places]
+    held = [each._replace(place=places.index(each.place)) for each in latest.held if each.place in places]
     sequence = tuple(run.key for run in runs if run is not None)
-    statistics = replace(statistics, groups=tuple(rows), held=tuple(held))
-    return replace(latest, statistics=statistics, outside=outside, sequence=sequence)
+    return replace(latest, groups=tuple(rows), held=tuple(held), outside=outside, sequence=sequence)
