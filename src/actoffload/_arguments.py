@@ -17,7 +17,6 @@ __all__ = [
     "check_kind",
     "check_kinds",
     "check_limit",
-    "check_max_inflight",
     "check_num_layers",
     "check_seconds",
     "check_whole",
@@ -136,13 +135,6 @@ def check_fraction(fraction: object) -> None:
         raise ValueError(f"fraction is {fraction}; {expected}.")
 
 
-def check_max_inflight(max_inflight: int | None) -> None:
-    """Raise a `TypeError` or `ValueError` for what is not a number of groups; None is no limit."""
-    check_whole(max_inflight=max_inflight, optional=True)
-    if max_inflight is not None and max_inflight < 1:
-        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1, or None.")
-
-
 def checked_limits(
     *, min_bytes: int | str, fraction: float | None, max_inflight: int | None, memory_budget: Any, **limits: Any
 ) -> dict[str, Any]:
@@ -150,7 +142,7 @@ def checked_limits(
 
     Of `limits`, each may be None: `max_host_bytes` and, for a schedule, `delta_bytes_per_rank`.
     """
-    check_max_inflight(max_inflight)
+    check_whole(max_inflight=max_inflight, optional=True, least=1)
     if fraction is not None:
         check_fraction(fraction)
     if memory_budget is not None:

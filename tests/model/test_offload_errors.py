@@ -40,7 +40,7 @@ def step(model, seed: int = 0) -> None:
         ({"max_host_bytes": -1}, "max_host_bytes is -1; expected a number of bytes, or text such as '24GiB', or None"),
         ({"min_bytes": "1 megabyte"}, "min_bytes is '1 megabyte'; expected a number of bytes, or text such as '24GiB'"),
         ({"max_host_bytes": "lots"}, "max_host_bytes is 'lots'; expected a number of bytes"),
-        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1"),
+        ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1"),
         ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
         ({"layers": []}, "layers is empty"),
         ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),

@@ -87,7 +87,7 @@ def test_a_schedule_that_is_not_known():
     [
         ({"num_layers": 2}, "num_layers and plan are for a single module"),
         ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0"),
-        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1"),
+        ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1"),
         ({"delta_bytes_per_rank": -1}, "delta_bytes_per_rank is -1; expected a number of bytes"),
         ({"delta_bytes_per_rank": "much"}, "delta_bytes_per_rank is 'much'; expected a number of bytes, or text"),
         ({"memory_budget": "many"}, "memory_budget is 'many'"),

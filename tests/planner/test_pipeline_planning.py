@@ -289,7 +289,7 @@ def test_bad_arguments_are_named() -> None:
     orders, stages, link = one_f_one_b(2, 4), [STAGE] * 2, Link(1e9, 1e9)
     with pytest.raises(ValueError, match="memory_budget has 3 entries for 2 ranks"):
         plan_pipeline(orders, stages, link, memory_budget=[1, 2, 3])
-    with pytest.raises(ValueError, match="max_inflight is 0; expected a number of groups, at least 1"):
+    with pytest.raises(ValueError, match="max_inflight is 0; expected a whole number, at least 1"):
         plan_pipeline(orders, stages, link, max_inflight=0)
     with pytest.raises(TypeError, match="fraction is 'half'"):
         plan_pipeline(orders, stages, link, fraction="half")  # type: ignore[arg-type]

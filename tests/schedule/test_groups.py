@@ -217,7 +217,7 @@ def test_one_kind_follows_the_default_schedule_with_incremental_release(num: int
         ({"fraction": -0.1}, "fraction is -0.1; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": float("nan")}, "fraction is nan; expected a part of the groups, from 0.0 to 1.0."),
-        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1, or None."),
+        ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1, or None."),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from .._arguments import check_fraction, check_kind, check_max_inflight, number_of_bytes
+from .._arguments import check_fraction, check_kind, check_whole, number_of_bytes
 from .._text import size
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
@@ -93,7 +93,7 @@ def plan_pipeline(
         check_kind(Mapping, names=names)
     if variants is not None:
         check_kind(Mapping, variants=variants)
-    check_max_inflight(max_inflight)
+    check_whole(max_inflight=max_inflight, optional=True, least=1)
     delta = number_of_bytes("delta_bytes_per_rank", delta_bytes_per_rank, optional=True)
     if fraction is not None:
         check_fraction(fraction)

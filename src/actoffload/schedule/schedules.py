@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._arguments import check_fraction, check_max_inflight, check_whole
+from .._arguments import check_fraction, check_whole
 from .plan import Action, Do, Event, Plan, When
 
 __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
@@ -180,7 +180,7 @@ class GroupSchedule:
         if self.num_layers is not None and self.num_layers < 0:
             raise ValueError(f"num_layers is {self.num_layers}; expected a number of groups, 0 or more, or None.")
         check_fraction(self.fraction)
-        check_max_inflight(self.max_inflight)
+        check_whole(max_inflight=self.max_inflight, optional=True, least=1)
 
     def offloaded(self, kinds: Sequence[str]) -> tuple[int, ...]:
         """Return the positions of the groups to offload in a sequence, given by kinds."""
