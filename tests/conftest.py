@@ -56,6 +56,14 @@ def _frozen() -> None:
 
 
 @pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Let Dynamo forget what it compiled, before and after a test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Return the global variable `kept` of a module `program`.
 

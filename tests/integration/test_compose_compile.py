@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,12 @@ from torch._dynamo import compiled_autograd, lookup_backend
 import actoffload
 
 # Dynamo's own, about deprecated parts of torch and about code that it leaves alone.
-pytestmark = pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning"),
+    pytest.mark.usefixtures("nothing_compiled"),
+]
 
 Run = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counting:

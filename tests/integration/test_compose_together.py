@@ -34,11 +34,7 @@ from actoffload.report import Reason
 variants = pytest.mark.parametrize("reentrant", [False, True])
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def checkpointing(model: Net, reentrant: bool) -> Net:

@@ -186,8 +186,8 @@ def test_weights_that_autocast_casts_are_kept(frozen):
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.usefixtures("nothing_compiled")
 def test_between_compiled_parts_it_runs_as_it_is():
-    torch._dynamo.reset()
     mlp = module(keep_fc2_input=True)
     compiled = torch.compile(lambda t, counts: mlp(t.sin(), counts).cos(), backend="aot_eager")
     plain = lambda t, counts: mlp(t.sin(), counts).cos()  # noqa: E731
@@ -201,4 +201,3 @@ def test_between_compiled_parts_it_runs_as_it_is():
         assert context.statistics().tensors_kept[Reason.MARKED] == 2
     with pytest.raises(torch._dynamo.exc.Unsupported, match="marks tensors for offloading"):
         torch.compile(lambda t: mlp(t.sin(), PER_EXPERT), backend="aot_eager", fullgraph=True)(torch.randn(64, HIDDEN))
-    torch._dynamo.reset()

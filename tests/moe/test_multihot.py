@@ -244,8 +244,8 @@ def test_no_value_is_needed():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+@pytest.mark.usefixtures("nothing_compiled")
 def test_compiled_as_one_graph():
-    torch._dynamo.reset()
     function = torch.compile(indices_to_multihot, backend="aot_eager", fullgraph=True)
     for case in ("some", "twice in a row", "one token"):
         indices, probs, grad = drawn(CASES[case], torch.float32)
@@ -255,7 +255,6 @@ def test_compiled_as_one_graph():
             routing_map, probabilities = version(indices, leaf, 5)
             results.append((routing_map, probabilities, *torch.autograd.grad(probabilities, leaf, grad)))
         assert all(map(same_bits, *results))
-    torch._dynamo.reset()
 
 
 def test_what_it_saves_is_offloaded():
