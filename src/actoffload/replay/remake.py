@@ -1,15 +1,15 @@
 """What a call of a module leaves for backward: it makes the values again that the call has dropped.
 
 `[Note: filled slots]`  The first read of a part of the program makes all of it, and each slot gets its tensor.
-Autograd frees a slot right after the node that it was saved for.  If backward keeps its graph, slots are emptied at its
-end.
+Autograd frees a slot right after the node that it was saved for.  If backward keeps its graph, as that of the inputs
+of a pipeline stage does, slots are emptied when it comes to another part or another call, and at its end.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,17 @@ GATHERED = (
     "A weight of {module} is not there while its values are computed again in backward: it was replaced, or its "
     "sharded module has not gathered it. Pass keep=[...] with the name of the module, or recompute=False."
 )
+
+
+class _Latest(threading.local):
+    """The call of which a part was filled last, in a backward that keeps its graph."""
+
+    def __init__(self) -> None:
+        self.backward = NO_BACKWARD
+        self.remake: Callable[[], Remake | None] = lambda: None
+
+
+_latest = _Latest()
 
 
 class Slot:
@@ -118,6 +129,12 @@ class Remake:
         """Make a part, and give its slots their tensors, also the one that was read; see [Note: filled slots]."""
         program, values, now = self.program, self._values.copy(), backward_id()
         frees = now != NO_BACKWARD and not keeps_graph()
+        if not frees:
+            before = _latest.remake() if now == _latest.backward else None
+            if before is not None and before is not self:
+                before._empty()
+            _latest.backward, _latest.remake = now, weakref.ref(self)
+            self._empty_slots()
         if now != self._backward:
             self._backward = now
             if not frees and now != NO_BACKWARD:
@@ -157,6 +174,9 @@ class Remake:
         self._filled = set()
         if not self._frees:  # otherwise sources may be gone
             self._values = {}
+        self._empty_slots()
+
+    def _empty_slots(self) -> None:
         for ref in chain(*self.slots.values()):
             slot = ref()
             if slot is not None:
