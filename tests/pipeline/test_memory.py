@@ -110,7 +110,7 @@ def test_predicted_peaks_are_the_real_ones(name):
         assert handle is not None
         assert handle.plan is not None
         assert handle.plan.peak_bytes is not None
-        assert peak <= handle.plan.peak_bytes <= (1.1 if name in SPLIT else 1.06) * peak
+        assert 0.99 * peak <= handle.plan.peak_bytes <= (1.1 if name in SPLIT else 1.06) * peak
         assert budget is None or peak <= budget
         handle.remove()
 
