@@ -194,6 +194,7 @@ class Call:
             if self._proves:
                 self._run_proof(whole=False)
         self._drop(range(len(slots)))
+        self._remake.whole = self.program.policy.holds
         self._packer.end()
 
     def _adopt(self, program: Program) -> None:
@@ -260,7 +261,7 @@ class Call:
             if slot.tensor is not None and number in sampled:
                 samples[sampled[number]] = slot.tensor
             if slot.saved is None and (slot.tensor is not None or self._proves):  # a proof has emptied slots before
-                self._remake.slots.setdefault(program.part_of[number], []).append(weakref.ref(slot))
+                self._remake.slots.setdefault(program.trace.entries[number].segment, []).append(weakref.ref(slot))
             slot.tensor = None
         if samples:
             with below_everything():

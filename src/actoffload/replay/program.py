@@ -1,12 +1,12 @@
 """The operators that make dropped values again, part by part, as backward needs them.
 
-`[Note: parts]`  What one module directly inside of the group saves is a part; by a policy that `holds`, the whole call
-is one.  Backward reads saved tensors in about the reverse of the order of saving.  The first read of a part makes all
-of it, so the MLP of a block is made again, used and freed before its attention is.  On the way values of other parts
-are made.  Of those, the ones that are expensive to make are *held* until no part is left that needs them: results of
-matrix products, attention and functions, and what takes more than `CHEAP` operators.  All else is freed at once, and
-made again with its own part.  A call that is one part runs each operator once, and takes more memory: an eighth to a
-fourth for a block of a Llama.
+`[Note: parts]`  What one module directly inside of the group saves is a part; by a policy that `holds`, a call that
+has ended is one.  Backward reads saved tensors in about the reverse of the order of saving.  The first read of a part
+makes all of it, so the MLP of a block is made again, used and freed before its attention is.  On the way values of
+other parts are made.  Of those, the ones that are expensive to make are *held* until no part is left that needs them:
+results of matrix products, attention and functions, and what takes more than `CHEAP` operators.  All else is freed at
+once, and made again with its own part.  A call that is one part runs each operator once, and takes more memory: an
+eighth to a fourth for a block of a Llama.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight, ret
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
+WHOLE = -1  # the part that is all of a call
 CHEAP = 4
 """Operators that may be run once more to make a value instead of holding it."""
 
@@ -153,8 +154,7 @@ class Program:
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
     held: frozenset[int] = frozenset()  # see [Note: parts]
-    part_of: list[int] = field(default_factory=list)  # by entry
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the dropped values of each
+    parts: dict[int, set[int]] = field(default_factory=dict)  # the dropped values of each
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     stays: set[int] = field(default_factory=set)  # entries that turned out to be weights, or casts of such
     firsts: dict[int, int] = field(default_factory=dict)  # dropped values, by the entry that saves each first
@@ -303,12 +303,9 @@ class Program:
                 if expensive:
                     held.add(value)
         self.held = frozenset(held)
-        self.part_of = [0 if self.policy.holds else entry.segment for entry in self.trace.entries]
-        parts: dict[int, dict[int, None]] = {}
-        for part, entry in zip(self.part_of, self.trace.entries, strict=True):
+        for entry in self.trace.entries:
             if entry.value in self.dropped:
-                parts.setdefault(part, {})[entry.value] = None
-        self.parts = {part: tuple(values) for part, values in parts.items()}
+                self.parts.setdefault(entry.segment, set()).add(entry.value)
 
     def fill(self, part: int, present: frozenset[int], others: frozenset[int]) -> Fill:
         """Return how a part is made, if some values are there, and other parts are still to be made."""
@@ -316,13 +313,14 @@ class Program:
         if found is None:
             if len(self._fills) > FILLS:
                 self._fills.clear()
-            run, _ = self._makers(self.parts[part], present)
+            targets = self.dropped if part == WHOLE else self.parts[part]
+            run, _ = self._makers(targets, present)
             steps = [self.steps[number] for number in sorted(run)]
             mentioned = [dict.fromkeys((*(value for _, value in step.made), *step.reads)) for step in steps]
             last = {value: place for place, values in enumerate(mentioned) for value in values}
             held = (present | last.keys()) & self.held
             _, needed = self._makers((value for other in others for value in self.parts[other]), held)
-            stays, there, lines = {*self.parts[part], *needed}, set[int](), []
+            stays, there, lines = {*targets, *needed}, set[int](), []
             for place, (step, values) in enumerate(zip(steps, mentioned, strict=True)):
                 fetched = tuple(value for value in step.sources if value not in there)
                 unneeded = tuple(value for value in values if last[value] == place and value not in stays)

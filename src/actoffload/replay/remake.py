@@ -21,7 +21,7 @@ from .._torch.modules import opaque, registered
 from .._torch.subclasses import changed, plain_parts
 from .._torch.tensors import version_of
 from ..engine.hooks import unpack
-from .program import Program, copy_of, on_value
+from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
 from .trace import Weight
 
@@ -92,7 +92,8 @@ class Remake:
         self.held: dict[int, Any] = {}  # by source: what the engine holds
         self.versions: dict[int, int] = {}  # of weights
         self.samples: dict[int, Sample] = {}
-        self.slots: dict[int, list[weakref.ref[Slot]]] = {}  # of what is dropped, by part
+        self.slots: dict[int, list[weakref.ref[Slot]]] = {}  # of what is dropped, by segment
+        self.whole = False  # all is made at once
         self._lock = threading.RLock()
         self._values: dict[int, Tensor] = {}  # that were made again, and that parts need which are not filled
         self._made_versions: dict[int, int] = {}  # of these
@@ -112,7 +113,7 @@ class Remake:
         try:
             with self._lock:
                 if slot.tensor is None:
-                    self._fill(self.program.part_of[slot.number], slot)
+                    self._fill(WHOLE if self.whole else self.program.trace.entries[slot.number].segment, slot)
                 tensor = slot.unpack()
                 if backward_id() == NO_BACKWARD:
                     self._empty()
@@ -139,7 +140,8 @@ class Remake:
             self._backward = now
             if not frees and now != NO_BACKWARD:
                 after_backward(self._empty)
-        fill = program.fill(part, frozenset(values), frozenset(program.parts.keys() - self._filled - {part}))
+        others = frozenset() if part == WHOLE else frozenset(program.parts.keys() - self._filled - {part})
+        fill = program.fill(part, frozenset(values), others)
         for value, tensor in values.items():  # values that a backward has written to
             if version_of(tensor) != self._made_versions[value]:
                 raise changed(tensor, tensor.size(), self._made_versions[value])
@@ -154,7 +156,8 @@ class Remake:
                         self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
                 for value in unneeded:
                     del values[value]
-            for slot in (asked, *(ref() for ref in self.slots.get(part, ()))):
+            refs = chain(*self.slots.values()) if part == WHOLE else self.slots.get(part, ())
+            for slot in (asked, *(ref() for ref in refs)):
                 if slot is None or slot.tensor is not None:
                     continue
                 entry = program.trace.entries[slot.number]
