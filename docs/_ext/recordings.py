@@ -28,6 +28,7 @@ from unittest import mock
 
 import recording_data as data
 import torch
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import ENUM
 from sphinx.environment import BuildEnvironment
@@ -244,6 +245,14 @@ def describe_figures(text: str) -> str:
     return re.sub(r"(?P<image>sphx_glr_(?P<name>\w+?)_((?P<number>\d{3})|thumb)\.\w+\n +:alt:).*", described, text)
 
 
+def describe_thumbnails(app: Sphinx, doctree: nodes.document) -> None:
+    """Give the thumbnails in lists of examples, as on API pages, the alternatives of the figures."""
+    for image in doctree.findall(nodes.image):
+        found = re.search(r"sphx_glr_(\w+)_thumb\.", image["uri"])
+        if found and not image.get("alt"):
+            image["alt"] = FIGURES[found[1]][0]
+
+
 def add_headings(index: str) -> str:
     """Divide the cards of the gallery by the groups of figures.toml, each under a heading."""
     raw = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer"'
@@ -336,4 +345,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", gallery.finish, priority=900)  # after it has executed the examples, at 500
     app.connect("env-get-outdated", gallery.outdated)
     app.connect("source-read", gallery.edit)
+    app.connect("doctree-read", describe_thumbnails)
     return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}
