@@ -249,7 +249,7 @@ def describe_thumbnails(app: Sphinx, doctree: nodes.document) -> None:
     """Give the thumbnails in lists of examples, as on API pages, the alternatives of the figures."""
     for image in doctree.findall(nodes.image):
         found = re.search(r"sphx_glr_(\w+)_thumb\.", image["uri"])
-        if found and not image.get("alt"):
+        if found and found[1] in FIGURES and not image.get("alt"):
             image["alt"] = FIGURES[found[1]][0]
 
 
