@@ -31,6 +31,35 @@ def floats(nbytes: int) -> torch.Tensor:
 
 
 @on_cpu
+def test_meter_counts_what_is_computed_again() -> None:
+    """One block at a time, as with checkpointing; replay runs below dispatch modes, which count everything else."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = torch.sin(x * self.scale)
+            return x
+
+    model = nn.Sequential(Block(), Block())
+
+    def peak_of_backward() -> int:
+        for _ in range(3):
+            loss = model(floats(MIB).requires_grad_()).sum()
+            with MemoryMeter() as meter:
+                loss.backward()
+        return meter.peak_bytes
+
+    without = peak_of_backward()
+    with actoffload.offload(model, layers="?", recompute=True, fraction=0.0, min_bytes=1024):
+        recomputed = peak_of_backward()
+    assert 10 * MIB < recomputed - without < 13 * MIB, "twelve results of a block, of which backward frees one at once"
+
+
+@on_cpu
 def test_meter_counts_storages_and_not_tensors() -> None:
     before = floats(8 * MIB)
     with MemoryMeter() as meter:

@@ -98,6 +98,22 @@ def test_a_model_that_changed_is_read_again(change: Callable[[nn.Module], Tensor
     assert reason(ModelTensors(net, first), new) is expected
 
 
+def test_a_model_that_stays_the_same_is_looked_at_now_and_then():
+    """A tensor that has become a buffer is known after `TRUSTED` passes at the latest, and the old one never again."""
+    net = model()
+    tensors = ModelTensors(net)
+    assert reason(tensors, net[0].weight) is Reason.PARAMETER
+    for _ in range(2 * ModelTensors.TRUSTED + 3):
+        tensors = ModelTensors(net, tensors)
+        assert reason(tensors, net[0].weight) is Reason.PARAMETER
+    new = another_buffer(net)
+    passes = 0
+    while reason(tensors := ModelTensors(net, tensors), new) is None:
+        passes += 1
+    assert 0 < passes < ModelTensors.TRUSTED
+    assert reason(tensors, new) is Reason.BUFFER
+
+
 def test_what_was_read_keeps_no_module_and_no_parameter():
     net = model()
     tensors = ModelTensors(net)

@@ -105,12 +105,13 @@ def test_predicted_peaks_are_the_real_ones(name):
     assert handle is not None
     handle.remove()
     _, most, _, _ = run(name, 2)
-    for budget in (None, most * 5 // 6):  # one stage with two groups cannot do with four fifths
+    # One stage with two groups cannot do with four fifths.
+    for budget in (None, most * 5 // 6 if name == "Schedule1F1B" else most * 4 // 5):
         _, peak, handle, _ = run(name, ours={"memory_budget": budget})
         assert handle is not None
         assert handle.plan is not None
         assert handle.plan.peak_bytes is not None
-        assert 0.99 * peak <= handle.plan.peak_bytes <= (1.1 if name in SPLIT else 1.06) * peak
+        assert peak <= handle.plan.peak_bytes <= (1.1 if name in SPLIT else 1.06) * peak
         assert budget is None or peak <= budget
         handle.remove()
 

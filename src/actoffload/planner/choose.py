@@ -197,7 +197,8 @@ class _Models:
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
-        plan = replace(self._found[0].best(limit), holds=self._holds)
+        plan = self._found[0].best(limit)
+        plan = replace(plan, holds=self._holds and bool(plan.recomputed))
         if self._holds and (plan.peak_bytes or 0) > limit:
             if len(self._found) == 1:
                 self._found.append(self._lean())

@@ -252,6 +252,7 @@ class Call:
     def _drop(self, numbers: Sequence[int]) -> None:
         """Empty the slots of some entries, and leave samples of what was not proven."""
         program, slots, whole = self.program, self._slots, self._compares_all
+        entries, by_segment = program.trace.entries, self._remake.slots
         sampled = program.firsts if whole else program.samples
         samples: dict[int, Tensor] = {}
         for number in numbers:
@@ -261,7 +262,7 @@ class Call:
             if slot.tensor is not None and number in sampled:
                 samples[sampled[number]] = slot.tensor
             if slot.saved is None and (slot.tensor is not None or self._proves):  # a proof has emptied slots before
-                self._remake.slots.setdefault(program.trace.entries[number].segment, []).append(weakref.ref(slot))
+                by_segment.setdefault(entries[number].segment, []).append(weakref.ref(slot))
             slot.tensor = None
         if samples:
             with below_everything():

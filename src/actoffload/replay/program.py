@@ -74,7 +74,8 @@ class Fill(NamedTuple):
     """How a part of a program is made."""
 
     run: list[tuple[Step, tuple[int, ...], tuple[int, ...]]]  # with sources that are new, and what is freed behind it
-    needed: frozenset[int]  # sources and values that other parts need
+    needed: frozenset[int]  # sources that other parts need, and values
+    held: frozenset[int]  # these values
 
 
 def on_value(tensor: Tensor, read: _Read) -> Tensor:
@@ -326,7 +327,7 @@ class Program:
                 unneeded = tuple(value for value in values if last[value] == place and value not in stays)
                 lines.append((step, fetched, unneeded))
                 there.update(fetched)
-            found = self._fills[part, present, others] = Fill(lines, frozenset(needed))
+            found = self._fills[part, present, others] = Fill(lines, frozenset(needed), frozenset(needed & held))
         return found
 
     def _makers(self, targets: Iterable[int], present: Collection[int]) -> tuple[set[int], set[int]]:
@@ -351,8 +352,7 @@ class Program:
             others.remove(part)
             fill = self.fill(part, present, frozenset(others))
             found.update(places[id(step)] for step, _, _ in fill.run)
-            present |= {value for step, _, _ in fill.run for _, value in step.made}
-            present &= fill.needed
+            present = fill.held
         return found
 
     def _plan_drops(self) -> None:

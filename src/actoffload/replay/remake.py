@@ -145,13 +145,14 @@ class Remake:
         for value, tensor in values.items():  # values that a backward has written to
             if version_of(tensor) != self._made_versions[value]:
                 raise changed(tensor, tensor.size(), self._made_versions[value])
+        count = self._alarm.backend.made
         with below_everything():
             for step, sources, unneeded in fill.run:
                 for value in sources:
                     values[value] = self._source(value)
                 program.run(step, values)
                 for _, value in step.made:
-                    self._alarm.backend.made(values[value])
+                    count(values[value])
                     if value in self.samples:
                         self._alarm.compare(self.samples.pop(value), values[value], self.name, step.node)
                 for value in unneeded:
@@ -166,7 +167,7 @@ class Remake:
                     tensor = copy_of(tensor)  # functions that write to values
                 slot.tensor, slot.version = tensor, version_of(tensor)
         self._filled.add(part)
-        self._values = {value: tensor for value, tensor in values.items() if value in fill.needed & program.held}
+        self._values = {value: tensor for value, tensor in values.items() if value in fill.held}
         self._made_versions = {value: version_of(tensor) for value, tensor in self._values.items()}
         if frees:
             self._frees = True
