@@ -84,7 +84,7 @@ def compare(device: torch.device) -> dict[str, dict[str, Any]]:
                 steps: list[dict[str, int]] = []
                 got, peaks = train(schedule, modules, partial(note, handle, steps))
                 equal(got, want)
-                check(handle, steps, arguments.get("memory_budget"))
+                check(f"{name}, {way}", handle, steps, arguments.get("memory_budget"))
                 found[f"{name}, {way}"] = {"peaks": peaks, "without": without, "offloads": bool(handle.plan.transfers)}
                 handle.remove()
                 del schedule, modules, handle
@@ -100,7 +100,7 @@ def note(handle: Any, steps: list[dict[str, int]]) -> None:
     handle.reset_statistics()
 
 
-def check(handle: Any, steps: list[dict[str, int]], budget: int | None) -> None:
+def check(name: str, handle: Any, steps: list[dict[str, int]], budget: int | None) -> None:
     """Check what one rank saw of one schedule."""
     assert not handle.settling
     assert steps[0]["offloaded"] > 0  # the first step offloads everything
@@ -109,7 +109,7 @@ def check(handle: Any, steps: list[dict[str, int]], budget: int | None) -> None:
     assert [step["on_demand"] for step in last] == [0] * SAME
     # Memory follows the plan: the same on every step.
     assert len({step["saved"] for step in last}) == 1
-    assert last[-1]["saved"] <= last[-1]["expected"]
+    assert last[-1]["saved"] <= last[-1]["expected"], (name, last, str(handle))
     if budget is not None:
         assert handle.plan.peak_bytes <= budget or "No plan of this rank is within" in str(handle)
 

@@ -72,7 +72,7 @@ def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -
         assert max(peaks) <= budget
         plan = handle.plan
         assert plan.peak_bytes is not None
-        assert 0.97 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes + 4096  # results of the alarm
+        assert 0.95 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes + 4096  # results of the alarm
         for seed in range(2):
             model.zero_grad()
             equal(step(model, seed, rows), want[seed])
