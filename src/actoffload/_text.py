@@ -16,6 +16,7 @@ __all__ = [
     "fold",
     "fold_names",
     "milliseconds",
+    "name_pattern",
     "numberless",
     "percent",
     "size",
@@ -101,6 +102,14 @@ def _successors(name: str, steps: int) -> dict[str, str]:
 def numberless(name: str) -> str:
     """Return a name with its numbers replaced: what the names of repeated modules have in common."""
     return re.sub(r"\d+", "#", name)
+
+
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._ ])")  # not the 1 of "fc1" nor that of "(part 1)"
+
+
+def name_pattern(name: str) -> str:
+    """Return the name of a module with ``*`` in place of indices."""
+    return NUMBER.sub("*", name)
 
 
 # Tables

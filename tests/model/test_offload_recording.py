@@ -149,11 +149,11 @@ class Counting(actoffload.device.ReferenceDevice):
 
 
 def test_without_a_recording_no_timed_event_is_made_and_nothing_is_looked_for(monkeypatch):
-    from actoffload.model import reporting
+    from actoffload.report import build
 
     searches = []
-    search = reporting.find_all_holders
-    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: searches.append(a) or search(*a))
+    search = build.find_all_holders
+    monkeypatch.setattr(build, "find_all_holders", lambda *a: searches.append(a) or search(*a))
     device = Counting()
     model = Inside(6, Caching)
     handle = offload(model, device=device)
@@ -180,10 +180,10 @@ def test_without_a_recording_no_timed_event_is_made_and_nothing_is_looked_for(mo
 
 
 def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
-    from actoffload.model import reporting
+    from actoffload.report import build
 
-    search = reporting.find_all_holders
-    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
+    search = build.find_all_holders
+    monkeypatch.setattr(build, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
     model = Inside(6, Caching)
     _, report = reported(model, record=True, device=actoffload.device.ReferenceDevice(wall_clock=True))
     assert len(report.held) == 4

@@ -56,9 +56,9 @@ def test_an_attribute_of_a_module_is_named_with_the_module():
         (lambda model: model.encoder.table, "attribute `table` of encoder (Encoder)"),
         (lambda model: model.encoder.proj.weight, "attribute `weight` of encoder.proj (Linear)"),
         (lambda model: model.encoder.proj.weight.grad, "attribute `weight.grad` of encoder.proj (Linear)"),
-        (lambda model: model.history[1]["k"][0], "attribute `history[1]['k'][0]` of the root module (Model)"),
-        (lambda model: model.recent[0], "attribute `recent[0]` of the root module (Model)"),
-        (lambda model: model.holder.x, "attribute `holder.x` of the root module (Model)"),
+        (lambda model: model.history[1]["k"][0], "attribute `history[1]['k'][0]` of the model (Model)"),
+        (lambda model: model.recent[0], "attribute `recent[0]` of the model (Model)"),
+        (lambda model: model.holder.x, "attribute `holder.x` of the model (Model)"),
     ],
 )
 def test_other_attributes_of_modules(tensor, line):
@@ -79,7 +79,7 @@ def test_views_of_one_storage_are_each_named_where_they_are():
     del whole
     assert find_holders(where, named(model)) == (
         "attribute `first` of encoder (Encoder)",
-        "attribute `last` of the root module (Model)",
+        "attribute `last` of the model (Model)",
     )
 
 

@@ -17,8 +17,7 @@ from actoffload.device import ReferenceDevice
 from actoffload.device.reference import ReferenceEvent
 from actoffload.engine.engine import Engine
 from actoffload.engine.statistics import Counters, TimelineRecorder
-from actoffload.model import reporting
-from actoffload.report import StepTimeline
+from actoffload.report import StepTimeline, build
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost
 
 PIECE = 1024
@@ -207,8 +206,8 @@ class Caching(Wave):
 
 
 def test_the_searches_of_several_micro_batches_are_no_part_of_the_step(monkeypatch):
-    search = reporting.find_all_holders
-    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
+    search = build.find_all_holders
+    monkeypatch.setattr(build, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
     model = Waves(6, Caching)
     handle = offload(model, device=ReferenceDevice(wall_clock=True))
     run(model, 16)

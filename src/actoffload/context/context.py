@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,10 +17,9 @@ from ..engine.hooks import unpack
 from ..engine.layer import Layer, Phase, tensors_in
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.statistics import Statistics, TimelineRecorder
-from ..report.build import PassHistory, PassStatistics, build
-from ..report.holders import Holder, find_all_holders
-from ..report.plots import StepTimeline
+from ..report.build import PassLog, Recording, build
 from ..report.report import Report
+from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Do, Plan
 
 __all__ = ["ManualController", "OffloadContext"]
@@ -51,7 +50,7 @@ class OffloadContext(ContextDecorator):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cursor = _Cursor()
-        self._log = _PassLog(engine)
+        self._log = PassLog()
         self._short: set[int] = set()  # numbers of layers of passes that had fewer than the plan
         self._warned = False
 
@@ -80,7 +79,7 @@ class OffloadContext(ContextDecorator):
         if current is None or not current.open:
             self._check_layers(current)
             current = Pass(self._engine)
-            self._log.begin(current)
+            self._log.forward_begins(current)
         elif last is not None and not last.synchronized:
             raise RuntimeError(
                 f"Layer {last.index} was left without its synchronization function: call sync_function(output) "
@@ -207,13 +206,8 @@ class OffloadContext(ContextDecorator):
     def record_timeline(self) -> Iterator[TimelineRecorder]:
         """Record a ``with`` block, usually one step; ``timeline()`` of what it yields then returns a `Timeline`."""
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        self._engine.record(recorder)
-        try:
-            with self._log.recording(recorder):
-                yield recorder
-                recorder.level()
-        finally:
-            self._engine.record(None)
+        with self._log.record(self._engine, Recording(recorder, _names)):
+            yield recorder
 
     def report(self) -> Report:
         """Return what the latest pass with a backward did, layer by layer, with advice.
@@ -221,7 +215,20 @@ class OffloadContext(ContextDecorator):
         Times, stalls, and the names of what else references offloaded memory need a step inside `record_timeline`.
         Raises a `RuntimeError` if no backward has begun since the context was created.
         """
-        return self._log.report()
+        latest = self._log.full
+        if latest is None:
+            raise RuntimeError(
+                "There is nothing to report yet: no backward has begun in this context. Run a training step first."
+            )
+        return build(
+            _names(latest.sequence),
+            ["layer"] * len(latest.groups),
+            latest,
+            self.statistics(),
+            self._log.recording,
+            because="" if self._engine.roles.planned else UNPLANNED,
+            context=True,
+        )
 
     def trim(self) -> int:
         """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
@@ -233,6 +240,10 @@ class OffloadContext(ContextDecorator):
         Buffers of passes in flight are freed with their graphs.  The context may be used again.
         """
         self._engine.close()
+
+
+def _names(layers: Sequence[GroupKey]) -> tuple[str, ...]:
+    return tuple(f"layer {layer.group}" for layer in layers)
 
 
 def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:
@@ -300,67 +311,3 @@ _CALLS = {
     Do.RELEASE: ("release_activation_forward_gpu_memory", Phase.OFFLOADING, "after start_offload_layer"),
     Do.RELOAD: ("start_reload_layer", Phase.RELEASED, "after release_activation_forward_gpu_memory"),
 }
-
-
-# The report
-
-
-class _PassLog:
-    """The latest pass of a context whose backward has begun, and the recorded step.  It does not reference passes."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._history = PassHistory()
-        self._number = self._latest = 0  # of the passes that began; of the one to report
-        self._statistics: PassStatistics | None = None  # of that
-        self._recorder: TimelineRecorder | None = None
-        self._recorded = 0  # passes in the recorded step
-        self._holders: dict[int, tuple[Holder, ...]] | None = None
-
-    def begin(self, current: Pass) -> None:
-        """Follow a pass that begins."""
-        self._number = number = self._number + 1
-        self._history.add(current)
-
-        def forward_ended(done: Pass) -> None:
-            statistics = replace(PassStatistics.of(done), waiting=self._history.waiting(done))
-            # Several passes may be in one backward.
-            if self._history.is_full(statistics) and self._latest <= number:
-                self._latest, self._statistics, recorder = number, statistics, self._engine.recorder
-                self._holders = None
-                if recorder is not None:
-                    with recorder.apart():
-                        self._holders = find_all_holders([held.address for held in statistics.held])
-
-        current.forward_ended = forward_ended
-
-    def reset(self) -> None:
-        """Compare the passes from here on with each other, and not with earlier ones."""
-        self._history.reset()
-
-    @contextmanager
-    def recording(self, recorder: TimelineRecorder) -> Iterator[None]:
-        """Keep the recorder of a step for the report."""
-        before = self._number
-        yield
-        self._recorder, self._recorded = recorder, self._number - before
-
-    def report(self) -> Report:
-        """Return the report of the latest pass that is no smaller one."""
-        if self._statistics is None:
-            raise RuntimeError(
-                "There is nothing to report yet: no backward has begun in this context. Run a training step first."
-            )
-        names = [f"layer {layer.index}" for layer, _ in self._statistics.groups]
-        engine, recorder = self._engine, self._recorder
-        return build(
-            names,
-            ["layer"] * len(names),
-            self._statistics,
-            engine.statistics(),
-            recorded=None if recorder is None else StepTimeline(recorder.timeline(), tuple(names)),
-            holders=self._holders,
-            because="" if engine.roles.planned else UNPLANNED,
-            context=True,
-            step_passes=self._recorded,
-        )

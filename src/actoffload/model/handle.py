@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,14 @@ from .._arguments import check_bool, check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
+from ..report.build import PassLog, Recording, build
 from ..report.plots import Frontier, StepTimeline
-from ..report.report import Report
+from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import (
+    DROPPED,
     GROUP,
     ROOT,
     FollowedModule,
@@ -32,7 +34,8 @@ from .follow import (
     split_group_name,
     unfollow,
 )
-from .reporting import PassLog, Recording, build_report, describe, group_names
+from .reporting import add_planned_bytes, describe, group_names
+from .select import Names
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
 from .tuning.steering import BySchedule
@@ -211,33 +214,25 @@ class OffloadHandle:
         """
         check_bool(nvtx=nvtx)
         self._check_installed("record a step")
-        before = self._log.recording
-        if before is not None and before.open:
+        if self._log.records:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        recording = Recording(recorder, self._modules[0].ref, self._groups, names=self.groups)
+        named = partial(_named_modules, self._modules[0].ref)
+        recording = Recording(recorder, partial(group_names, self._groups), self.groups, named)
         if nvtx:
             recorder.name_of = recording.name_of
-        self._engine.record(recorder)
-        self._log.recording = recording
-        try:
+        with self._log.record(self._engine, recording):
             yield
-            recorder.level()
-            if not recording.passes:
-                warn(
-                    "Nothing was recorded: no forward of the model with a graph ended in the recording block. Run a "
-                    "whole training step there."
-                )
-            if recording.finding:
-                warn(
-                    "The groups of the model were found in the recorded step, so the report has no times of them. "
-                    "Record a later step."
-                )
-        finally:
-            self._engine.record(None)
-            recording.open = False
-            if not recording.passes:
-                self._log.recording = before
+        if not recording.passes:
+            warn(
+                "Nothing was recorded: no forward of the model with a graph ended in the recording block. Run a "
+                "whole training step there."
+            )
+        if recording.finding:
+            warn(
+                "The groups of the model were found in the recorded step, so the report has no times of them. "
+                "Record a later step."
+            )
 
     def timeline(self) -> StepTimeline:
         """Return the recorded step: compute, copies in both directions and stalls.
@@ -319,14 +314,16 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        plan = self.plan
-        return build_report(
-            self._plans,
-            self._groups,
-            latest,
-            self._log.recording,
+        plan, names = self.plan, group_names(self._groups, latest.sequence)
+        called = {key.group for key in latest.sequence}
+        absent = [group for group in self._groups if group.role is not DROPPED and group.group not in called]
+        return build(
+            names,
+            self._plans.kinds(latest.sequence),
+            add_planned_bytes(latest, plan, names),
             self.statistics(),
-            plan,
+            self._log.recording,
+            [GroupReport(group_name(group.name), group.kind, calls=0) for group in absent],
             because=latest.because or plan.because,
             expected=plan.expected,
             proven_bytes=replays.proven_bytes,
@@ -339,6 +336,11 @@ class OffloadHandle:
 
 class _Pause:
     """Pauses a tracker, which refers to it weakly: it ends with the ``with`` block, wherever an interrupt comes."""
+
+
+def _named_modules(root: weakref.ref[Module]) -> Mapping[Module, str]:
+    model = root()
+    return {} if model is None else Names(model).first
 
 
 def _removed_handle(name: str) -> OffloadHandle:

@@ -17,13 +17,13 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..replay import Given, everything, policy_for
+from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .discovery import BLOCK, find_groups, followed_modules
 from .follow import Steering, handle_of, refuse_scripted
 from .handle import OffloadHandle
-from .reporting import PassLog
 from .select import Names, check_entries, planned_modules, written
 from .tuning.ranks import Ranks
 from .tuning.steering import ByPlan, BySchedule, Finder

@@ -18,11 +18,12 @@ from ..model.discovery import BLOCK, find_groups, followed_modules
 from ..model.follow import FollowedModule, Mode, PassSettings, Steering, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
-from ..model.reporting import PassLog, group_names
+from ..model.reporting import group_names
 from ..model.select import Names, choose, choose_kept
 from ..model.tuning.ranks import ranks_of
 from ..model.tuning.steering import Finder
 from ..replay import Policy
+from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans, Roles
 from ..schedule.plan import Action, Do, Plan, When
 from ..schedule.schedules import GroupSchedule

@@ -1,28 +1,33 @@
-"""Count what a pass did, and build its report with the recorded step."""
+"""Count what a pass did, keep the latest pass and the recorded step, and build their report."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.nn import Module
 
+from .._text import name_pattern
 from .._torch.tensors import address
 from ..engine.eligibility import StorageRef
+from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase
-from ..engine.passes import Pass
-from ..engine.statistics import Reason, Statistics
+from ..engine.passes import ModelPass, Pass
+from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..engine.storage import Residency, Resident
 from ..schedule.execution_order import OUTSIDE, GroupKey
 from .advice import advise
-from .holders import HeldStorage, Holder
+from .holders import HeldStorage, Holder, find_all_holders
 from .plots import StepTimeline
 from .report import Amounts, GroupReport, Report, sum_groups
 
-__all__ = ["Held", "PassHistory", "PassStatistics", "build", "on_device"]
+__all__ = ["Held", "PassLog", "PassStatistics", "Recording", "build", "count_pass", "on_device"]
+
+NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wasted": 0}
 
 # What a pass did
 
@@ -109,33 +114,17 @@ class PassStatistics:
         return PassStatistics(tuple(groups), expected, freed, tuple(held), later)
 
 
-class PassHistory:
-    """The passes in flight, referenced weakly in the order of their forwards; and what the largest pass saved."""
-
-    def __init__(self) -> None:
-        self._passes: list[weakref.ref[Pass]] = []
-        self._largest: dict[Hashable, int] = {}  # bytes saved, by what was followed and how many groups were replayed
-
-    def reset(self) -> None:
-        """Forget what earlier passes saved."""
-        self._largest = {}
-
-    def is_full(self, statistics: PassStatistics) -> bool:
-        """Return whether a pass saved at least half as much as the largest one, and note what it saved."""
-        kind = statistics.partly, sum(row.recomputed for _, row in statistics.groups)
-        saved = sum(row.bytes_saved for _, row in statistics.groups)
-        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
-        return 2 * saved >= largest
-
-    def add(self, done: Pass) -> None:
-        """Add a pass."""
-        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
-
-    def waiting(self, done: Pass) -> int:
-        """Return how many passes before one have a graph to which backward has not come."""
-        passes = [each for ref in self._passes if (each := ref()) is not None]
-        earlier = passes[: passes.index(done)] if done in passes else []
-        return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+def count_pass(done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> PassStatistics:
+    """Return what a pass of a model did whose forward has just ended."""
+    with done.lock:
+        refs = ((ref(), module) for ref, module in done.saved_outside)
+        return replace(
+            PassStatistics.of(done, done.inputs),
+            sequence=tuple(sequence),
+            outside={reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()},
+            saved_outside=tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers),
+            partly=done.partly,
+        )
 
 
 def on_device(layer: Layer) -> int:
@@ -145,6 +134,156 @@ def on_device(layer: Layer) -> int:
     return sum(storage.nbytes for storage in storages) + sum(resident.nbytes for resident in residents)
 
 
+# The passes of a model or of a context
+
+
+@dataclass(eq=False)
+class PassLog:
+    """The latest pass and the recorded step; passes in flight, in the order of their forwards, by weak references."""
+
+    latest: PassStatistics | None = None
+    full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
+    first: Callable[[], None] | None = None  # called once, after the first pass
+    recording: Recording | None = None
+    _passes: list[weakref.ref[Pass]] = field(default_factory=list)
+    _largest: dict[Hashable, int] = field(default_factory=dict)  # bytes, by what was followed and how much replayed
+    _begun: int = 0  # passes of a context
+    _counted: int = 0  # number of the latest whose backward has begun
+
+    @property
+    def records(self) -> bool:
+        """Whether a step is being recorded."""
+        return self.recording is not None and self.recording.open
+
+    def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
+        """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
+        full = () if self.full is None else zip(self.full.sequence, self.full.groups, strict=True)
+        saved = {key: row.bytes_saved for key, (_, row) in full}
+        return tuple(saved.get(key, 0) for key in order)
+
+    def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take the statistics of a pass of a model whose forward has ended."""
+        self._add(done)
+        self.take(replace(count_pass(done, sequence), waiting=self._waiting(done)))
+
+    def forward_begins(self, current: Pass) -> None:
+        """Take the statistics of a pass of a context when its backward begins, which ends its forward."""
+        self._add(current)
+        self._begun = number = self._begun + 1
+
+        def forward_ended(done: Pass) -> None:
+            sequence = tuple(GroupKey(layer.index) for layer in done.layers)
+            newest = number >= self._counted  # the first of several passes in one backward begins it last
+            self._counted = max(number, self._counted)
+            self.take(replace(PassStatistics.of(done), sequence=sequence, waiting=self._waiting(done)), newest=newest)
+
+        current.forward_ended = forward_ended
+
+    def nothing_offloaded(self, *, replayed: bool = False) -> None:
+        """Note that passes from here on are not followed: every group is kept, or `replayed` as in the latest."""
+        if self.latest is not None:
+            groups = [
+                (layer, replace(row, **NOTHING) if replayed and row.recomputed else GroupReport("", calls=row.calls))
+                for layer, row in self.latest.groups
+            ]
+            latest = replace(self.latest, expected_bytes=0, freed_bytes=0, later_bytes=0, held=(), waiting=0)
+            self.take(replace(latest, groups=tuple(groups), partly=True))
+            self.full = self.latest
+
+    def take(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None, *, newest: bool = True) -> None:
+        """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
+        is_full = self._is_full(latest)
+        if not newest:
+            if self.recording is not None and self.records:
+                self.recording.passes += 1
+            return
+        first = self.latest is None
+        if latest.partly and self.latest is not None:
+            latest = replace(latest, outside=self.latest.outside)
+        self.latest = latest
+        if is_full:
+            self.full = latest
+        if self.recording is not None and self.records:
+            self.recording.note(latest, followed)
+        if first and self.first is not None:
+            self.first()
+
+    def reset(self) -> None:
+        """Compare the passes from here on with each other, and not with earlier ones."""
+        self._largest = {}
+
+    @contextmanager
+    def record(self, engine: Engine, recording: Recording) -> Iterator[None]:
+        """Record a ``with`` block; the recording before stays if no pass ends in it."""
+        before, self.recording = self.recording, recording
+        engine.record(recording.recorder)
+        try:
+            yield
+            recording.recorder.level()
+        finally:
+            engine.record(None)
+            recording.open = False
+            if not recording.passes:
+                self.recording = before
+
+    def _is_full(self, statistics: PassStatistics) -> bool:
+        """Return whether a pass saved at least half as much as the largest one, and note what it saved."""
+        kind = statistics.partly, sum(row.recomputed for _, row in statistics.groups)
+        saved = sum(row.bytes_saved for _, row in statistics.groups)
+        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
+        return 2 * saved >= largest
+
+    def _add(self, done: Pass) -> None:
+        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
+
+    def _waiting(self, done: Pass) -> int:
+        """Return how many passes before one have a graph to which backward has not come."""
+        passes = [each for ref in self._passes if (each := ref()) is not None]
+        earlier = passes[: passes.index(done)] if done in passes else []
+        return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+
+
+@dataclass(eq=False)
+class Recording:
+    """A step that is, or was, recorded."""
+
+    recorder: TimelineRecorder
+    names_of: Callable[[Sequence[GroupKey]], tuple[str, ...]]
+    names: tuple[str, ...] = ()  # of the groups as they run
+    modules: Callable[[], Mapping[Module, str]] = dict  # the modules of a model with their names
+    open: bool = True
+    passes: int = 0
+    finding: bool = False  # other modules than the groups were followed in one of the passes
+    outside: dict[str, int] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
+    holders: dict[int, tuple[Holder, ...]] = field(default_factory=dict)
+
+    def timeline(self) -> StepTimeline:
+        """Return the recorded step."""
+        return StepTimeline(self.recorder.timeline(), self.names)
+
+    def name_of(self, layer: int) -> str:
+        """Return the name of a group by its position in the pass."""
+        return self.names[layer] if layer < len(self.names) else f"group {layer}"
+
+    def note(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None) -> None:
+        """Note the names of a pass, and what else references its memory, as long as that can be found."""
+        self.passes += 1
+        names = self.names_of(latest.sequence if followed is None else followed)
+        self.finding |= names != self.names_of(latest.sequence)
+        # Layers of the timeline are numbered by pass: in the pass that found the groups there are others.
+        self.names = names if self.passes == 1 or not self.finding else ()
+        modules, outside = self.modules(), Counter[str]()
+        for nbytes, saver in latest.saved_outside:
+            if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name
+                outside[name_pattern(name)] += nbytes
+        self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
+        self.held, self.holders = latest.held, {}
+        if self.held:
+            with self.recorder.apart():
+                self.holders = find_all_holders([held.address for held in self.held], modules)
+
+
 # The report
 
 INPUT = Holder("input", ("",), "the model")
@@ -152,17 +291,15 @@ CALLERS = {"input", "local variable"}  # the kinds of holders of an input that t
 
 
 def build(
-    names: Sequence[str],
+    names: tuple[str, ...],
     kinds: Sequence[str],
     latest: PassStatistics,
     statistics: Statistics,
-    *,
-    recorded: StepTimeline | None = None,
-    holders: Mapping[int, tuple[Holder, ...]] | None = None,
+    recording: Recording | None,
     absent: Sequence[GroupReport] = (),
     **more: Any,
 ) -> Report:
-    """Return the report of a pass, with advice.
+    """Return the report of a pass, with advice, and with the times and holders of a recorded step of the same groups.
 
     Parameters
     ----------
@@ -170,16 +307,27 @@ def build(
         Of the groups of the pass; groups with the same name are calls of one group, and added up.
     latest, statistics : PassStatistics, Statistics
         The pass, and what the engine has counted.
-    recorded : StepTimeline or None
-        The recorded step of the same groups.
-    holders : mapping of int to tuple of Holder, or None
-        What else references memory, by address; None unless it was searched.
+    recording : Recording or None
+        The recorded step.
     absent : sequence of GroupReport
         Groups that did not run.
     **more
         Further fields of `Report`.
     """
-    seconds: Sequence[dict[str, Any]] = [{} for _ in names] if recorded is None else recorded.by_layer()
+    seconds: Sequence[dict[str, Any]] = [{} for _ in names]
+    holders: dict[int, tuple[Holder, ...]] | None = None
+    if recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]:
+        now = {each.address: entry.address for each, entry in zip(recording.held, latest.held, strict=True)}
+        holders = {now[at]: found for at, found in recording.holders.items()}
+    if recording is not None and recording.names == names:
+        more["outside_modules"] = dict(recording.outside)
+        if not recording.open:
+            step = recording.timeline()
+            seconds = step.by_layer()
+            # The end of the recording notes the resident bytes last.
+            ends = step.timeline.end, *(at for at, _ in step.timeline.resident[-1:]), 0.0
+            more |= {"step_seconds": max(ends), "step_passes": recording.passes}
+            more["times"] = more.get("times", True) and step.timeline.source != "reference device"
     not_freed, rows = Counter[int](), dict[str, list[GroupReport]]()
     for entry in latest.held:
         not_freed[entry.place] += entry.nbytes
@@ -196,12 +344,10 @@ def build(
         )
         rows.setdefault(row.name, []).append(row)
     groups = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
-    if recorded is not None:  # the end of the recording notes the resident bytes last
-        more["step_seconds"] = max(recorded.timeline.end, *(at for at, _ in recorded.timeline.resident[-1:]), 0.0)
-        more["times"] = more.get("times", True) and recorded.timeline.source != "reference device"
     report = Report(
         groups=(*groups, *absent),
         passes=statistics.passes,
+        peak_resident_bytes=None if latest.partly else statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
         held=_held(latest, names, holders),
@@ -210,7 +356,7 @@ def build(
         later_bytes=latest.later_bytes,
         waiting_passes=latest.waiting,
         outside=latest.outside,
-        **{"peak_resident_bytes": statistics.peak_resident_bytes, **more},
+        **more,
     )
     return replace(report, advice=advise(report))
 

@@ -137,7 +137,7 @@ class _Search:
 
     def __init__(self, addresses: Iterable[int], modules: Mapping[torch.nn.Module, str]) -> None:
         self.found: dict[int, dict[Holder, int]] = {address: {} for address in addresses}  # with their ranks
-        self.modules = {id(module): name or "the root module" for module, name in modules.items()}
+        self.modules = {id(module): name or "the model" for module, name in modules.items()}
         self.visited: set[int] = set()
         self.number = Counter[int]()  # of visited objects, by rank
         self.roots: list[tuple[Name, str, object]] = []  # with the path to the object

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._text import Printable, Table, fold, fold_names, percent, size, size_or_dash
+from .._text import Printable, Table, fold, fold_names, name_pattern, percent, size, size_or_dash
 from .report import Report
 
 __all__ = ["PipelineReport", "RankReports", "gather_reports"]
-
-NUMBER = re.compile(r"(?<![^._])\d+(?![^._ ])")  # of a module: not the 1 of "fc1" nor that of "(part 1)"
 
 Cells = Mapping[str, int | str]  # of one rank, by the title of the column; numbers are bytes, which are added up
 
@@ -125,7 +122,7 @@ def _by_kind(report: Report) -> dict[str, int]:
     """Return the offloaded bytes of groups by their names without numbers."""
     sums = Counter[str]()
     for group in report.groups:
-        sums[NUMBER.sub("*", group.name)] += group.bytes_offloaded
+        sums[name_pattern(group.name)] += group.bytes_offloaded
     return dict(sums)
 
 

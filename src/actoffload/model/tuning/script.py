@@ -30,6 +30,7 @@ from ...device.base import Backend, current_stream, usable
 from ...planner import OperatorCost, Variant, choose, frontier, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
+from ...report.build import PassLog
 from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
@@ -37,7 +38,7 @@ from ...schedule.simulate import simulate
 from ...tune.costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
 from ...tune.trials import Trial, try_plans
 from ..follow import FollowedModule
-from ..reporting import PassLog, group_names
+from ..reporting import group_names
 from .findings import Findings, Room
 from .metering import TRACED, Peak, Stage, TimedPass
 

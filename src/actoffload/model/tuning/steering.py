@@ -17,13 +17,13 @@ from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...replay import Policy, names_of, saving
-from ...report.build import PassStatistics
+from ...report.build import PassLog, PassStatistics, count_pass
 from ...report.report import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
 from ...schedule.plan import Do, Plan
 from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
-from ..reporting import PassLog, count_pass, group_names
+from ..reporting import group_names
 
 __all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
 

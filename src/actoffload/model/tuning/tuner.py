@@ -23,11 +23,12 @@ from ...engine.engine import Engine
 from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...replay import Policy
+from ...report.build import PassLog
 from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
 from ...schedule.plan import Plan
 from ...tune.meter import Meter
 from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
-from ..reporting import PassLog, group_names
+from ..reporting import group_names
 from .findings import Findings, Room
 from .metering import LEAN, PassTimer, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
