@@ -14,8 +14,8 @@ from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 
 from actoffload._text import size
 from actoffload.device import ReferenceDevice
+from actoffload.model import reporting
 from actoffload.replay.remake import Slot
-from actoffload.report import memory
 
 MIB = 2**20
 
@@ -186,7 +186,7 @@ def test_the_note_keeps_nothing_alive_and_never_fails(monkeypatch):
         caught.__traceback__ = None
         assert alive() is None
         assert note(caught)
-    monkeypatch.setattr(memory, "_lines", lambda memory: 1 / 0)
+    monkeypatch.setattr(reporting, "on_device", lambda layer: 1 / 0)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         model(data())
     assert not hasattr(raised.value, "__notes__")

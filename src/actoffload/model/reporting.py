@@ -1,17 +1,21 @@
-"""What a handle prints: the choice of groups, and the report of the latest pass and of the recorded step."""
+"""What a handle prints: the choice of groups; and the note on an out-of-memory error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from .._text import fold_names
+import torch
+
+from .._text import fold, fold_names, numberless, size
+from .._torch.subclasses import plain_parts
+from .._torch.tensors import address
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..report.build import PassStatistics, on_device
-from ..report.memory import Memory, add_note
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from .follow import GROUP, KEPT, FollowedModule, Steering, group_name
@@ -60,6 +64,11 @@ def add_planned_bytes(latest: PassStatistics, plan: Plan, names: Sequence[str]) 
 
 # Errors
 
+TITLE = "actoffload: "
+LARGE = 0.1  # of the memory in use: from here on a part is worth advice
+WIDE = 5  # outputs by inputs of a linear module, from which on it is a head with logits
+MOST = 4  # lines of groups
+
 
 def explain(
     error: BaseException,
@@ -69,25 +78,109 @@ def explain(
     calls: Sequence[FollowedModule],
     steering: Steering,
 ) -> None:
-    """Add a note to an out-of-memory error: what holds the memory, and what would help.
+    """Add a note to an out-of-memory error, unless it has one: what holds the memory, and what would help.
 
     `done` is the pass, None in a forward that is not followed; `calls` are those in progress in this thread.
     """
-    with suppress(Exception):  # the error matters more than the note
-        plan, groups = steering.plan(), [module for module in modules if module.group >= 0]
-        memory = Memory(modules[0].module, backend, plan, steering.facts().get("next_choice", ""))
-        again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
-        kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
-        if done is None:
-            memory.saved.update(kept)
-        else:
-            with done.lock:
-                for name, layer in zip(group_names(groups, done.order.started), done.layers, strict=False):
-                    own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
-                    memory.saved[name] = max(on_device(layer), own)
-                    memory.refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
-                memory.outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1]
-        if calls:
-            memory.where = f"in the forward of {group_name(calls[-1].name)}"
-            memory.is_outside = done is not None and calls[-1].role is not GROUP
-        add_note(error, memory)
+    if not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
+        with suppress(Exception):  # the error matters more than the note
+            error.add_note("\n".join(_lines(modules, backend, done, calls, steering)))
+
+
+def _lines(
+    modules: Sequence[FollowedModule],
+    backend: Backend,
+    done: ModelPass[GroupKey] | None,
+    calls: Sequence[FollowedModule],
+    steering: Steering,
+) -> Iterator[str]:
+    model, plan, groups = modules[0].module, steering.plan(), [module for module in modules if module.group >= 0]
+    again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
+    saved = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
+    outside = refused = 0
+    if done is not None:
+        kept, saved = saved, {}
+        with done.lock:
+            for name, layer in zip(group_names(groups, done.order.started), done.layers, strict=False):
+                own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
+                saved[name] = max(on_device(layer), own)
+                refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
+            outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1]
+
+    # What holds the memory
+    weights = [*model.parameters(), *model.buffers()]
+    in_groups = "saved tensors of groups"
+    parts = {
+        "weights and buffers": _nbytes(backend, weights),
+        "gradients": _nbytes(backend, (weight.grad for weight in weights if weight.grad is not None)),
+        "optimizer states": _nbytes(backend, _states({id(weight) for weight in weights})),
+        in_groups: sum(saved.values()),
+        "saved tensors outside of groups": outside,
+    }
+    known, limit = sum(parts.values()), backend.memory_limit()
+    used = backend.in_use() or known
+    parts["everything else: temporary tensors, inputs, what the program keeps"] = max(used - known, 0)
+    where = f"in the forward of {group_name(calls[-1].name)}" if calls else "in backward"
+    yield f"{TITLE}{size(used)}{f' of {size(limit)}' if limit else ''} were in use {where}:"
+    for name, nbytes in parts.items():
+        if nbytes:
+            yield f"  {size(nbytes)}: {name}"
+        if name == in_groups:
+            yield from _groups(saved)
+
+    # What would help
+    yield "What would help:"
+    next_choice = steering.facts().get("next_choice", "")
+    if next_choice:
+        yield f"- {next_choice}"
+    elif parts[in_groups] >= LARGE * used and not plan.recomputed:
+        again_saved = size(parts[in_groups])
+        yield f"- recompute=True: most of {again_saved} would not be saved, and backward runs the operators again."
+    if refused:
+        found = f"the host had no page-locked memory for {size(refused)}"
+        yield f"- {found}: a larger max_host_bytes, or more free host memory; it takes as many bytes there."
+    head = _head(model) if calls and done is not None and calls[-1].role is not GROUP else ""
+    if head:
+        yield (
+            f"- no group ran, so the logits of `{head}` may be the peak: a loss that does not keep them all, such as "
+            "use_liger_kernel=True of the Trainer, at nearly no cost."
+        )
+    if outside >= LARGE * used:
+        yield (
+            f"- torch.utils.checkpoint around what no group covers, or its modules in layers: up to "
+            f"{size(outside)} less, and these parts run again in backward."
+        )
+    less = (parts[in_groups] + outside) // 2
+    half = f"at least {size(less)} less" if less else "half of what a step allocates"
+    yield f"- half the batch with twice the gradient accumulation: {half}, at some throughput."
+
+
+def _nbytes(backend: Backend, tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors on the device, those of local shards where they are sharded."""
+    parts = [part for tensor in tensors for part in plain_parts(tensor) if part.device.type == backend.type]
+    return sum({address(part.untyped_storage()): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def _states(weights: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the states of all optimizers of these weights."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):
+            for weight, state in getattr(found, "state", {}).items():
+                if id(weight) in weights:
+                    yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _groups(saved: Mapping[str, int]) -> Iterator[str]:
+    rows = fold(((name, nbytes) for name, nbytes in saved.items() if nbytes), lambda row: (numberless(row[0]), row[1]))
+    largest = sorted(rows, key=lambda row: -len(row) * row[0][1])
+    for row in largest[:MOST]:
+        yield f"    {size(row[0][1])}{' each' if len(row) > 1 else ''}: {fold_names([name for name, _ in row])}"
+    if len(largest) > MOST:
+        yield f"    {size(sum(each[1] for row in largest[MOST:] for each in row))}: other groups"
+
+
+def _head(model: torch.nn.Module) -> str:
+    """Return the name of the linear module with the most outputs, if they are many more than its inputs."""
+    linear = [(name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    wide = [(each.out_features, name) for name, each in linear if each.out_features >= WIDE * each.in_features]
+    return max(wide)[1] if wide else ""
