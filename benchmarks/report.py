@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pictures
@@ -114,7 +113,7 @@ def rank_table(of_job: Sequence[Row]) -> str:
             drop = without - peak
             cells = [f"{without:.2f}", f"{peak:.2f}", f"{drop:.3f}", f"{planned:.3f}"]
             lines += [[name_of(row["arm"]), str(rank), *cells, f"{100 * drop / planned:.2f} %"]] if planned else []
-    header = ["method", "rank", "peak without (GiB)", "with", "drop", "drop of the plan", "R, the one / the other"]
+    header = ["method", "rank", "peak without (GiB)", "with", "drop", "drop of the plan", "drop / drop of the plan"]
     return table(header, lines) if lines else ""
 
 
@@ -226,7 +225,7 @@ def headline(results: Sequence[Row]) -> str:
     jobs = by_job(results)
     said = list(filter(None, (_trains(jobs), _faster(jobs))))
     same = {row["same_bits"] for row in jobs.get("bits", ()) if row["arm"] in ("none2", "offload", "budget")}
-    said += ["**Same bits.** Losses equal those without offload in every bit."] if same == {"yes"} else []
+    said += ["**Same bits.** Losses equal those without offload."] if same == {"yes"} else []
     if not said:
         return "No results are recorded yet."
     used = [row for name in pictures.shown(jobs) for row in jobs[name]]
@@ -234,6 +233,8 @@ def headline(results: Sequence[Row]) -> str:
     days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
     recorded = f"Recorded on {', '.join(devices)}, {' to '.join(sorted({*days[:1], *days[-1:]}))}.{busy}"
+    if any(without is None for *_, without, _ in pictures.bars(jobs)):
+        recorded = f"A job that runs out of memory without offload has all memory of the GPU.\n{recorded}"
     return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded * bool(used)]).rstrip()
 
 
@@ -251,9 +252,7 @@ def _faster(jobs: dict[str, list[Row]]) -> str:
     if not ratios:
         return ""
     wins, extremes = sum(r < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × as long"
-    middle = f"median {median(ratios):.2f}"
-    memory = "at its memory, or at that of the GPU where plain training does not fit"
-    return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs: {extremes}, {middle}, {memory}."
+    return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs shown, at its memory: {extremes}."
 
 
 def readme(text: str, sentences: str) -> str:

@@ -103,10 +103,12 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
     assert report.headline([]) == "No results are recorded yet."
     found = report.headline(P8)
     assert "Trains" not in found
-    assert "in 1 of 1 jobs: 0.84 to 0.84" in found
+    assert "in 1 of 1 jobs shown, at its memory: 0.84 to 0.84" in found
+    assert "all memory of the GPU" not in found
     assert "bits" not in found
     found = report.headline([*P8, *L16, *BITS])
-    assert "in 2 of 2 jobs: 0.75 to 0.84" in found
+    assert "in 2 of 2 jobs shown, at its memory: 0.75 to 0.84" in found
+    assert "A job that runs out of memory without offload has all memory of the GPU." in found
     assert "**Same bits.**" in found
     assert "Recorded on GPU, 2026-12-01." in found
     found = report.headline([*L16, *SEARCH])
