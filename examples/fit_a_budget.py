@@ -82,7 +82,8 @@ handle.remove()
 # Side by side
 # ------------
 # What does less memory cost? Peak memory and step time of each plan, without the limit of the GPU; ``plan=`` repeats a
-# plan without measuring. Steps include the optimizer; the time in a plan is that of forward and backward.
+# plan without measuring. Steps include the optimizer, and each begins with an idle GPU, so time of the host counts more
+# than in the plan, whose time is that of forward and backward: :doc:`/api/measure`.
 from actoffload.measure import measure_steps
 
 if not reference:

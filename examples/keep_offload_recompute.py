@@ -52,7 +52,8 @@ print(handle.report())
 # Side by side
 # ------------
 # Does it help? Peak memory and step time of the plan, offloading alone with the same budget, checkpointing, and
-# neither. Steps include the optimizer; the time in a plan is that of forward and backward.
+# neither. Steps include the optimizer, and each begins with an idle GPU, so time of the host counts more than in the
+# plan, whose time is that of forward and backward: :doc:`/api/measure`.
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
