@@ -86,6 +86,7 @@ print(compare_steps(step_without, train_step, context))
 # %%
 # Memory in use after the forward of every layer and before its backward; the peaks of the table lie in between. From
 # the tenth layer on, one layer is freed for each that runs. In backward one layer is reloaded for each that is done.
+# The bump at the start of backward is the gradient of the output.
 traces = {"no offload": trace_memory(step_without, layers), "offload": trace_memory(train_step, layers)}
 plot_trace(traces).figure.savefig("basic_memory.png", dpi=150)
 

@@ -9,8 +9,8 @@ offloading are captured with the compute, and the memory pool of the graph is sm
 # %%
 # Capture a training step
 # -----------------------
-# Three of twelve layers are offloaded. The graph reads its input from one fixed tensor, which is never offloaded. So
-# the step begins with a copy of it.
+# Three of twelve layers, those of :ref:`sphx_glr_gallery_basic.py`, are offloaded. The graph reads its input from one
+# fixed tensor, which is never offloaded. So the step begins with a copy of it.
 #
 # Steps before the capture allocate pinned memory, which a capture cannot. They run on the stream of the capture, as
 # PyTorch advises. Without CUDA the example runs the same steps eagerly.

@@ -10,7 +10,8 @@ idle. Here every fourth of twelve layers is offloaded, so the copies are spread 
 # %%
 # Your own copy stream
 # --------------------
-# The copies can run on a stream of the program. By default the context makes one stream for each direction.
+# The copies can run on a stream of the program. By default the context makes one stream for each direction. The layers
+# are those of :ref:`sphx_glr_gallery_basic.py`.
 import torch
 
 import actoffload
