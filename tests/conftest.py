@@ -16,6 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
@@ -96,3 +97,11 @@ PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `composing.both` offload what groups save, or recompute it and offload their inputs."""
     monkeypatch.setitem(composing.WAY, "recompute", request.param)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Give a process group of one process, without any network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

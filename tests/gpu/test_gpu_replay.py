@@ -96,10 +96,24 @@ class LigerBlock(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class ExpertBlock(nn.Module):
+    """Experts that are counted on the device; half of the rows belong to none."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.experts = actoffload.moe.GroupedMLP(8, width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        counts = torch.full((8,), len(rows) // 16, device=x.device)
+        return x + self.experts(rows.sin(), counts, padded=True).view_as(x)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_functions_of_liger_are_replayed(fraction: float) -> None:
+@pytest.mark.parametrize("block", [LigerBlock, ExpertBlock])
+def test_functions_with_kernels_of_their_own_are_replayed(block: Callable[[], nn.Module], fraction: float) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[LigerBlock() for _ in range(6)]).to(DEVICE, torch.bfloat16)
+    model = nn.Sequential(*[block() for _ in range(6)]).to(DEVICE, torch.bfloat16)
     x = torch.randn(4, 1024, 512, device=DEVICE, dtype=torch.bfloat16)
 
     def run() -> tuple[list[Tensor], int]:

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -50,14 +49,6 @@ def test_groups_that_are_containers_are_not_opened(tmp_path):
     assert bytes_offloaded(model, plan=tmp_path / "plan.json") == bytes_offloaded(model) > 0
     with actoffload.offload(model, plan=plan) as handle:
         assert (handle.groups, handle.plan) == (plan.names, plan)
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    """Give a process group of one process, without any network."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 WRAPPERS = {

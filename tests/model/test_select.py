@@ -7,7 +7,6 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from structures import Attention, Block, Mamba, Mlp, MoeBlock, Parts, blocks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
@@ -223,14 +222,6 @@ def test_wrong_types(wrong):
 
 
 # Wrappers: of the whole model, or of each block
-
-
-@pytest.fixture
-def one_process():
-    """Give a process group of one process, without any network."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Engine(Parts):

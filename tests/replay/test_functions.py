@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recomputing import WIDTH, Net, all_policies, batch, check, fractions, policies, train
+from recomputing import ROWS, WIDTH, Net, all_policies, batch, check, fractions, policies, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from whole_model import equal, offload
+
+from actoffload.moe import GroupedMLP, grouped_mlp
 
 
 def kernel(x: Tensor) -> Tensor:
@@ -189,6 +193,40 @@ def test_the_forward_is_called_again_once_in_a_settled_backward():
 @pytest.mark.parametrize("kind", list(PURE)[:4])
 def test_what_functions_save_is_freed(kind):
     check(lambda: net(PURE[kind]), freed=0.5)
+
+
+class Experts(nn.Linear):
+    """Experts whose tokens are counted on the device; or on the host, where each call may have other counts."""
+
+    def __init__(self, counted: str, distributed: bool = False) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.counted, self.mlp = counted, GroupedMLP(2, WIDTH, WIDTH)
+        if distributed:
+            for name, weight in list(self.mlp.named_parameters()):
+                part = DTensor.from_local(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+                setattr(self.mlp, name, nn.Parameter(part))
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        first = (y.detach().sum(-1) > 0.0).sum().clamp(max=ROWS - 2)
+        counts = torch.stack([first, ROWS - 2 - first])  # two rows belong to no expert
+        counts = counts.tolist() if self.counted == "on the host" else counts
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in self.mlp.parameters())
+        return torch.sin(grouped_mlp(y, counts, *weights, padded=True))
+
+
+def test_experts_that_are_counted_on_the_device():
+    check(lambda: Net(lambda: Experts("on the device")), freed=0.5)
+
+
+def test_experts_that_are_counted_on_the_host():
+    """Nothing in the call shows that the counts of the next one differ."""
+    check(lambda: Net(lambda: Experts("on the host")))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_experts_with_distributed_weights():
+    check(lambda: Net(lambda: Experts("on the device", distributed=True)), freed=0.5)
 
 
 # Functions that are not pure

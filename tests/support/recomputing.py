@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from whole_model import equal, nothing_installed, offload
 
+from actoffload._torch.subclasses import plain_parts
 from actoffload._torch.tensors import free_storage_weakref, storage_expired, storage_weakref
 
 ROWS, BLOCKS, STEPS = 16, 4, 5
@@ -180,7 +181,8 @@ def bytes_after_forward(model: nn.Module, k: int = 0) -> int:
     """Return how many bytes that a forward has made exist while its graph does."""
     x = batch(k)
     torch.manual_seed(k)
-    with Allocations([*model.parameters(), *model.buffers()]) as allocations:
+    weights = [part for each in (*model.parameters(), *model.buffers()) for part in plain_parts(each)]
+    with Allocations(weights) as allocations:
         y = model(x)
     left = allocations.nbytes
     del y

@@ -155,8 +155,11 @@ def grouped_mlp(
     widths = (hidden, fc1_out, *fc2_weight.shape[1:])
     groups = Groups.of(tokens_per_expert, offsets, x, widths, number=experts, padded=padded)
     keep = keep_fc1_input, keep_activation_input, keep_fc2_input
+    # Counts that the host knows may differ in the next call, and nothing else in it would show that.  So they are
+    # passed as an object, with which a function is not run again; ends on the device are tensors like all others.
+    known = None if groups.counts is None else groups
     result: torch.Tensor = _GroupedMLP.apply(  # type: ignore[no-untyped-call]
-        x.contiguous(), _dense(fc1_weight), _dense(fc2_weight), groups.offsets, groups, chosen, keep
+        x.contiguous(), _dense(fc1_weight), _dense(fc2_weight), groups.offsets, known, padded, activation, keep
     )
     return result
 
@@ -174,15 +177,19 @@ class _GroupedMLP(torch.autograd.Function):
         fc1_weight: torch.Tensor,
         fc2_weight: torch.Tensor,
         offsets: torch.Tensor | None,
-        groups: Groups,
-        activation: Activation,
+        known: Groups | None,
+        padded: bool,
+        name: str,
         keep: tuple[bool, bool, bool],
     ) -> torch.Tensor:
+        groups = known or Groups(x.shape[0], fc1_weight.shape[0], None, offsets, padded)
+        activation = _named(name)
         x_grad, fc1_grad, fc2_grad, *_ = ctx.needs_input_grad
         inner = x_grad or fc1_grad  # backward goes through the activation
         keep_fc1_input, keep_activation_input, keep_fc2_input = keep
         fc1_input = _saved(x, keep_fc1_input) if fc1_grad else None
-        hidden = groups.times(x, fc1_weight.transpose(1, 2))
+        # Clean: what is saved has the same bits whenever it is computed.
+        hidden = groups.times(x, fc1_weight.transpose(1, 2), clean=True)
         activation_input = _saved(hidden, keep_activation_input) if inner else None
         active = activation.forward(hidden)
         fc2_input = _saved(active, keep_fc2_input) if fc2_grad else None
@@ -209,7 +216,7 @@ class _GroupedMLP(torch.autograd.Function):
                 grad_x = groups.times(grad_hidden, fc1_weight, clean=True)
             if fc1_input is not None:
                 grad_fc1 = groups.outer(grad_hidden, fc1_input)
-        return grad_x, grad_fc1, grad_fc2, None, None, None, None
+        return grad_x, grad_fc1, grad_fc2, None, None, None, None, None
 
 
 class GroupedMLP(torch.nn.Module):

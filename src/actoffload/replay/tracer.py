@@ -377,8 +377,8 @@ class Tracer(_Base):  # type: ignore[misc]
             if type(output) in _PLAIN and _has_memory(output):
                 memory = output.untyped_storage()
                 value = self._ids.get(address(memory))
-                if value is None:
-                    value = self._add(memory, Value(memory.nbytes()))
+                if value is None:  # a function with a subclass may return a part of a weight
+                    value = self._value_of(output) if UNKNOWN in reads else self._add(memory, Value(memory.nbytes()))
                 replayable &= value >= running.first  # functions that return an input, which they may change
                 self.values[value].view = self.values[value].view or View.of(output)
                 made.append((place, value))
