@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -128,16 +126,6 @@ stands_for_another: Callable[[torch.Tensor], bool] = find(
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hook that are installed in the calling thread, or None."""
     return _top_hooks(True)
-
-
-def in_checkpoint() -> bool:
-    """Return whether the calling thread runs in `torch.utils.checkpoint`, as where that recomputes a forward."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def in_transform(*, vmap: bool = False) -> bool:

@@ -15,7 +15,6 @@ from .._torch.autograd import (
     NO_BACKWARD,
     SavedTensorHooks,
     backward_id,
-    in_checkpoint,
     in_transform,
     saved_tensor_hooks,
     saved_tensor_hooks_disabled,
@@ -78,13 +77,9 @@ DELETED = (
     "Nothing is offloaded: the module that was passed to offload has been deleted. Keep a reference to it, or pass the "
     "model that its parts belong to, with layers=[...]."
 )
-RECOMPUTED = (
-    "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint around the whole "
-    "model. Checkpoint parts of the model only."
-)
 IN_BACKWARD = (
-    "Nothing is offloaded in this forward, which runs inside of a backward, as those of gradient caches and adjoint "
-    "methods do. Forwards outside of a backward are offloaded."
+    "Nothing is offloaded in this forward, which runs inside of a backward, as those of gradient caches do, and as "
+    "torch.utils.checkpoint around the whole model makes it. Checkpoint parts of the model only."
 )
 
 
@@ -138,7 +133,7 @@ class Tracker:
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
             if followed.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
-                self.warn_once(RECOMPUTED if in_checkpoint() else IN_BACKWARD)
+                self.warn_once(IN_BACKWARD)
             return None
         if thread.hooks is None and not self._begin_forward(followed, args, kwargs):
             return None
