@@ -325,10 +325,6 @@ class StepTimeline:
         """Draw compute and copies over time, with the numbers of layers; see `plot_timeline`."""
         return plot_timeline(self.timeline, ax)
 
-    def figure(self) -> Figure:
-        """Draw compute and copies, and the resident bytes under them; see `plot_step`."""
-        return plot_step(self.timeline)
-
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
     """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
@@ -392,7 +388,3 @@ class Frontier(Printable):
         ax.ticklabel_format(useOffset=False)
         _legend(ax, None, 2)
         return ax
-
-    def figure(self) -> Figure:
-        """Return a new figure with what `plot` draws."""
-        return self.plot().figure  # type: ignore[return-value]  # a figure of its own is no SubFigure
