@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._text import size
+from ._text import milliseconds, size
 from .device import ReferenceDevice, use
 from .machine import measure_machine
-from .measure import MemoryMeter
+from .measure import MemoryMeter, measure_step_times
 from .model import offload
 
 PART = 0.6  # of the peak of plain training, to which the device is limited
@@ -72,9 +71,10 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
         model, step = make()
         step()
         want = gradients()
-    seconds, peak = _seconds(step), meter.peak_bytes - (0 if accelerator else sum(each.nbytes for each in want))
+    peak = meter.peak_bytes - (0 if accelerator else sum(each.nbytes for each in want))
     write(f"{blocks} gated blocks of {width} features, {tokens} tokens, on {name}.\n")
-    write(f"Plain training: {size(peak)}, {seconds * 1e3:.0f} ms a step.\n")
+    (seconds,) = measure_step_times({"step": step}, repeats=1, steps=TIMED, warmup=0)["step"]
+    write(f"Plain training: {size(peak)}, {milliseconds(seconds, 0)} a step.\n")
     del model, step
     limit = int(PART * peak)
     with _limited(accelerator, limit):
@@ -89,30 +89,14 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             handle = offload(model)
-            for _ in range(PASSES):
-                step()
-            seconds, same = _seconds(step), all(map(torch.equal, gradients(), want))
+            (seconds,) = measure_step_times({"step": step}, repeats=1, steps=TIMED, warmup=PASSES)["step"]
+            same = all(map(torch.equal, gradients(), want))
         bits = "the same bits in all gradients" if same else "OTHER gradients: please report this"
-        write(f"  {seconds * 1e3:.0f} ms a step, {bits}.\n")
+        write(f"  {milliseconds(seconds, 0)} a step, {bits}.\n")
         groups = str(handle.report()).split("\n\n")[0]
         for line in f"The plan\n{handle.plan}\n\nThe latest step, as in print(handle.report())\n{groups}".splitlines():
             write(f"  {line}".rstrip() + "\n")
         handle.remove()
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    """Return the mean seconds of a step."""
-
-    def wait() -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-
-    wait()
-    begun = time.perf_counter()
-    for _ in range(TIMED):
-        step()
-    wait()
-    return (time.perf_counter() - begun) / TIMED
 
 
 @contextmanager

@@ -128,11 +128,7 @@ def _bytes_of(text: str) -> int | None:
 
 def check_fraction(fraction: object) -> None:
     """Raise a `TypeError` or `ValueError` for what is not a fraction of the groups."""
-    expected = "expected a part of the groups, from 0.0 to 1.0"
-    if isinstance(fraction, bool) or not isinstance(fraction, Real):
-        raise TypeError(f"fraction is {fraction!r}; {expected}.")
-    if not 0.0 <= float(fraction) <= 1.0:
-        raise ValueError(f"fraction is {fraction}; {expected}.")
+    check_fits("a part of the groups, from 0.0 to 1.0", lambda part: 0.0 <= part <= 1.0, fraction=fraction)
 
 
 def checked_limits(
@@ -180,13 +176,9 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     return nbytes
 
 
-def check_num_layers(num_layers: int | None, *sequences: Sequence[str]) -> None:
-    """Raise a `ValueError` if `num_layers` leaves no group of any kind on the device.
-
-    The sequences are the kinds of the groups: as they were chosen and, once that is known, as they run.  A group that
-    is called several times cannot be judged before.
-    """
-    largest, kind = max((kinds.count(kind), kind) for kinds in sequences for kind in set(kinds))
+def check_num_layers(num_layers: int | None, kinds: Sequence[str]) -> None:
+    """Raise a `ValueError` if `num_layers` leaves no group of any kind on the device."""
+    largest, kind = max((kinds.count(kind), kind) for kind in kinds)
     if num_layers is not None and num_layers >= largest > 1:
         raise ValueError(
             f"num_layers is {num_layers}, but there are {largest} groups of the kind {kind}, and the last has to stay: "

@@ -183,8 +183,8 @@ def test_manual_inside_the_layer(layers):
         ({"num_layers": "4"}, "num_layers is '4'; expected a whole number."),
         ({"num_layers": None}, "num_layers is None; expected a whole number."),
         ({"num_layers": True}, "num_layers is True; expected a whole number."),
-        ({"model_layers": "8"}, "model_layers is '8'; expected a whole number."),
-        ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number."),
+        ({"model_layers": "8"}, "model_layers is '8'; expected a whole number, at least 1."),
+        ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number, at least 1."),
         (
             {"max_host_bytes": 0.5},
             "max_host_bytes is 0.5; expected a number of bytes, or text such as '24GiB', or None for no limit.",

@@ -277,5 +277,5 @@ def test_an_unknown_activation_of_the_module():
 
 @pytest.mark.parametrize(("sizes", "text"), [((0, 8, 16), "num_experts is 0"), ((2, 8, 0), "ffn_size is 0")])
 def test_sizes_of_the_module(sizes, text):
-    with pytest.raises(ValueError, match=f"{text}; expected an int of at least 1"):
+    with pytest.raises(ValueError, match=f"{text}; expected a whole number, at least 1"):
         GroupedMLP(*sizes)

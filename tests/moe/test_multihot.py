@@ -301,7 +301,7 @@ WRONG = [
     ((IDS, P, 4.0), TypeError, r"num_experts is 4.0; expected a whole number"),
     ((IDS, P, True), TypeError, r"num_experts is True; expected a whole number"),
     ((IDS, P, torch.tensor(4)), TypeError, r"num_experts is tensor\(4\); expected a whole number"),
-    ((IDS, P, 0), ValueError, r"num_experts is 0; expected the number of columns, at least 1"),
+    ((IDS, P, 0), ValueError, r"num_experts is 0; expected a whole number, at least 1"),
 ]
 
 

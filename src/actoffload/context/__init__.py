@@ -198,13 +198,11 @@ def get_cpu_offload_context(
         if manual_synchronization:
             return nothing, nothing.synchronize, NoController(nothing)
         return nothing, nothing.synchronize
-    check_whole(model_layers=model_layers)
+    check_whole(model_layers=model_layers, least=1)
     backend = devices.backend()
     if offload_stream is not None:
         backend.adopt(offload_stream)
     if manual_synchronization:
-        if model_layers < 1:
-            raise ValueError(f"model_layers is {model_layers}; expected the number of layers, at least 1.")
         plan = Plan(model_layers)
     else:
         check_whole(num_layers=num_layers)

@@ -132,23 +132,16 @@ def copy_in_chunks(
     separator : Separator or None
         What is queued behind each chunk; None where there is none, and copies are queued whole.
     """
-    if separator is None:
-        for host, device in pairs:
+    queued = 0
+    for pair in pairs:
+        for host, device in (pair,) if separator is None else pieces(*pair, chunk):
+            if separator is not None and queued and queued + host.nbytes > chunk:
+                separator.queue()
+                queued = 0
             if to_host:
                 host.copy_(device, True)  # without blocking
             else:
                 device.copy_(host, True)
-        return
-    queued = 0
-    for host, device in pairs:
-        for on_host, on_device in pieces(host, device, chunk):
-            if queued and queued + on_host.nbytes > chunk:
-                separator.queue()
-                queued = 0
-            if to_host:
-                on_host.copy_(on_device, True)
-            else:
-                on_device.copy_(on_host, True)
-            queued += on_host.nbytes
-    if queued >= SEPARATED:
+            queued += host.nbytes
+    if separator is not None and queued >= SEPARATED:
         separator.queue()

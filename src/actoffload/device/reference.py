@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._text import size
 from .._torch.tensors import DispatchMode, address, storage_address, tree_leaves
 from .base import Backend, Pairs, Stream, StreamEvent
 
@@ -243,8 +244,7 @@ class CreatedStorages:
             self.errors += 1
             self.peak = self._limit
             raise torch.OutOfMemoryError(
-                f"The reference device is out of memory: {self.now / 2**20:.1f} MiB are needed, and it has "
-                f"{self._limit / 2**20:.1f} MiB."
+                f"The reference device is out of memory: {size(self.now)} are needed, and it has {size(self._limit)}."
             )
 
     def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .._arguments import check_whole
 from .._torch.modules import opaque
 from ..annotations import mark_not_offload, start_offload
 from .grouped_linear import Groups
@@ -265,9 +266,7 @@ class GroupedMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         width = _named(activation).width
-        for name, size in (("num_experts", num_experts), ("hidden_size", hidden_size), ("ffn_size", ffn_size)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} is {size!r}; expected an int of at least 1.")
+        check_whole(num_experts=num_experts, hidden_size=hidden_size, ffn_size=ffn_size, least=1)
         self.activation = activation
         self.keep_fc1_input = keep_fc1_input
         self.keep_activation_input = keep_activation_input

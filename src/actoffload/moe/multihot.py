@@ -125,6 +125,4 @@ def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None
         raise ValueError(f"{shapes}; expected one probability for each index, [tokens, topk] both.")
     if probs.device != indices.device:
         raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
-    check_whole(num_experts=num_experts)
-    if num_experts < 1:
-        raise ValueError(f"num_experts is {num_experts}; expected the number of columns, at least 1.")
+    check_whole(num_experts=num_experts, least=1)
