@@ -41,11 +41,6 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
     """Train a model plainly, limit the device so that this fails, and train it with `offload`.
 
     Runs on the accelerator if there is one.  On a CPU, which plays the device, the limit is simulated.
-
-    Parameters
-    ----------
-    write : callable
-        Called with each line of text.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     place = accelerator or torch.device("cpu")

@@ -24,24 +24,7 @@ _SKIPPED = tuple(
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the program: the innermost one outside of this package and of PyTorch.
-
-    Parameters
-    ----------
-    message : str
-        What is wrong, and what to do.
-    category : type
-        The class of the warning.
-
-    Examples
-    --------
-    >>> from actoffload._warnings import warn
-    >>> with warnings.catch_warnings(record=True) as found:
-    ...     warnings.simplefilter("always")
-    ...     warn("Nothing is offloaded.")
-    >>> str(found[0].message)
-    'Nothing is offloaded.'
-    """
+    """Warn at the line of the program: the innermost one outside of this package and of PyTorch."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back

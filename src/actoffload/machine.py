@@ -67,9 +67,7 @@ class Machine(Printable):
             rows.append(("bfloat16 matrix products", f"{self.flops / 1e12:.0f} TFLOP/s"))
         if self.pin_seconds is not None:
             rows.append(("1 GiB of pinned memory", f"{self.pin_seconds:.2f} s to allocate"))
-        locked = "no limit" if self.host.memlock is None else size(self.host.memlock)
         rows.append(("host memory", f"{size(self.host.total)}, {size(self.host.available)} available"))
-        rows.append(("locked memory (ulimit -l)", locked))
         return [Table(("", ""), tuple(rows), left=2)], (self._verdict(),)
 
     def _verdict(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_a_real_control_group():
 
 
 def test_processes_of_one_host_share_its_memory(root, monkeypatch):
-    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, 48 * GIB, None))
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, 48 * GIB))
     alone = module.room()
     assert alone == 48 * GIB - int(6.4 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -115,17 +114,11 @@ def test_a_control_group_without_a_limit(root, limit):
     assert host_memory(root).total == 64 * GIB
 
 
-def test_memlock(monkeypatch):
-    for soft, expected in ((resource.RLIM_INFINITY, None), (65536, 65536)):
-        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
-        assert host_memory().memlock == expected
-
-
 @pytest.mark.parametrize(
     ("available", "nbytes", "fits"), [(48, 40, True), (48, 42, False), (6, 1, False), (0, 1, False)]
 )
 def test_a_tenth_of_the_host_memory_is_never_pinned(monkeypatch, available, nbytes, fits):
-    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, available * GIB, None))
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, available * GIB))
     if fits:
         check_room(nbytes * GIB)
     else:
@@ -134,5 +127,5 @@ def test_a_tenth_of_the_host_memory_is_never_pinned(monkeypatch, available, nbyt
 
 
 def test_where_the_system_does_not_tell_its_memory_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(0, 0, None))
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(0, 0))
     check_room(2**60)

@@ -77,17 +77,7 @@ _ARGUMENTS = {
 def output_of(saved: object, size: tuple[int, ...], dtype: torch.dtype) -> str:
     """Return of which operator a tensor is the output that the running backward unpacks, as in autograd's errors.
 
-    Parameters
-    ----------
-    saved : object
-        What the pack hook returned.
-    size, dtype
-        Of the tensor.
-
-    Returns
-    -------
-    str
-        Empty if it is the output of none, or if that is not known.
+    `saved` is what the pack hook returned.  The text is empty if it is the output of none, or if that is not known.
     """
     node = _running_node()
     names = [name.removeprefix(_saves_as) for name in dir(type(node)) if name.startswith(_saves_as)]

@@ -50,12 +50,8 @@ GRAIN = 512
 class Separator:
     """The memory of the copies of four bytes that follow the chunks of one device.
 
-    Both copy streams write the same four bytes, which nothing reads.
-
-    Parameters
-    ----------
-    device : torch.device
-        A CUDA device.  The memory is never freed, and lies in the memory of its default stream.
+    Both copy streams write the same four bytes, which nothing reads.  The memory is never freed, and is that of the
+    default stream of a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,20 +72,10 @@ def chunk_bytes(*, to_host: bool) -> int:
 
 
 def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the parts of a (host, device) pair that are copied one after another.
+    """Yield the parts of a (host, device) pair that are copied one after another: one-dimensional views of both.
 
-    Parameters
-    ----------
-    host, device : torch.Tensor
-        Tensors of equal shape and dtype.
-    chunk : int
-        Most bytes of a part; a power of two.
-
-    Yields
-    ------
-    tuple of torch.Tensor
-        One-dimensional views of both.  A pair is yielded whole if it is no larger than a chunk, or if its elements do
-        not lie in the same order without gaps on both sides: such a copy needs kernels.
+    A pair is yielded whole if it has no more than `chunk` bytes, or if its elements do not lie in the same order
+    without gaps on both sides: such a copy needs kernels.
     """
     count = -(-host.nbytes // chunk)
     if count <= 1 or not _same_order(host, device):
@@ -121,16 +107,7 @@ def copy_in_chunks(
 ) -> None:
     """Queue copies of (host, device) pairs on the current stream, with a separator behind each chunk.
 
-    Parameters
-    ----------
-    pairs : sequence of (torch.Tensor, torch.Tensor)
-        Two tensors of equal shape and dtype each.
-    to_host : bool
-        Copy to the host, instead of to the device.
-    chunk : int
-        Most bytes of a chunk; a power of two.
-    separator : Separator or None
-        What is queued behind each chunk; None where there is none, and copies are queued whole.
+    A chunk has at most `chunk` bytes, a power of two.  Without a separator copies are queued whole.
     """
     queued = 0
     for pair in pairs:

@@ -17,10 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 
@@ -29,8 +26,6 @@ from .._text import size
 __all__ = ["HostMemory", "check_room", "host_memory", "node_of_device", "node_of_pci", "on_node"]
 
 # How much host memory there is
-
-resource: Any = import_module("resource") if find_spec("resource") else None  # not on Windows
 
 RESERVE = 0.1  # of the host memory
 UNLIMITED = 2**60  # control groups write "no limit" as a number near 2**63
@@ -44,13 +39,10 @@ class HostMemory:
     ----------
     total, available : int
         Bytes of the machine, or of the control group of the process where that is less, as in a container.
-    memlock : int or None
-        Limit of the process for locked memory in bytes, which ``ulimit -l`` sets; None is no limit.
     """
 
     total: int
     available: int
-    memlock: int | None
 
 
 def room() -> int:
@@ -89,7 +81,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             cached = sum(int(entries.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
             taken = max(int(_read(group / used).strip() or 0) - cached, 0)
             total, available = min(total, int(most)), min(available, int(most) - taken)
-    return HostMemory(total, available, _memlock())
+    return HostMemory(total, available)
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
@@ -112,13 +104,6 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
             yield folder / place, limit, used, prefix
 
 
-def _memlock() -> int | None:
-    if resource is None:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii")
@@ -139,15 +124,7 @@ NODES = 1024  # bits of a node mask
 
 
 def node_of_pci(domain: int, bus: int, device: int, sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node of a PCI device; None if the host has one node only or does not say.
-
-    Parameters
-    ----------
-    domain, bus, device : int
-        Address of the device.
-    sysfs : Path
-        Where the system describes its devices.
-    """
+    """Return the NUMA node of a PCI device; None if the host has one node only or does not say."""
     try:
         online = (sysfs / "devices/system/node/online").read_text().strip()
         path = sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"
@@ -174,11 +151,6 @@ def on_node(node: int | None) -> Iterator[bool]:
 
     Nothing changes where no node is given, where the thread has a memory policy already, from ``numactl`` say, and
     where the system refuses.
-
-    Parameters
-    ----------
-    node : int or None
-        Number of the node.
     """
     preferred = node is not None and _policy() == DEFAULT and _set_policy(PREFERRED, node)
     try:

@@ -179,10 +179,7 @@ class ReferenceDevice(Backend):
 class CreatedStorages:
     """Count the bytes of the storages that operations create in a ``with`` block, until they are freed.
 
-    Parameters
-    ----------
-    limit : int, optional
-        Bytes above which an operation raises `torch.OutOfMemoryError`.
+    An operation that exceeds the limit raises `torch.OutOfMemoryError`.
     """
 
     entered: ClassVar[list[CreatedStorages]] = []

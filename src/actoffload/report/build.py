@@ -301,18 +301,8 @@ def build(
 ) -> Report:
     """Return the report of a pass, with advice, and with the times and holders of a recorded step of the same groups.
 
-    Parameters
-    ----------
-    names, kinds : sequence of str
-        Of the groups of the pass; groups with the same name are calls of one group, and added up.
-    latest, statistics : PassStatistics, Statistics
-        The pass, and what the engine has counted.
-    recording : Recording or None
-        The recorded step.
-    absent : sequence of GroupReport
-        Groups that did not run.
-    **more
-        Further fields of `Report`.
+    `names` and `kinds` are those of the groups of the pass.  Groups with the same name are calls of one group, and
+    added up.  Groups in `absent` did not run; `more` are further fields of `Report`.
     """
     seconds: Sequence[dict[str, Any]] = [{} for _ in names]
     holders: dict[int, tuple[Holder, ...]] | None = None
