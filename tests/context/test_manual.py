@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from helpers import forward, make_manual, nothing_held, plain, same_bits
@@ -33,16 +31,6 @@ def start() -> torch.Tensor:
     return torch.randn(64, 64, requires_grad=True)
 
 
-def test_nothing_called_nothing_moves(layers):
-    context, sync, _ = make_manual(4)
-    y = forward(layers, start(), context, sync)
-    assert context.statistics().tensors_saved == 4
-    assert context.statistics().resident_bytes == 4 * ONE
-    y.sum().backward()
-    statistics = context.statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == statistics.host_bytes == 0
-
-
 @pytest.mark.parametrize("calls", range(4))
 @pytest.mark.parametrize("which", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
 def test_each_stage(layers, calls, which):
@@ -58,6 +46,7 @@ def test_each_stage(layers, calls, which):
             call(layer)
     n = len(which)
     statistics = context.statistics()
+    assert statistics.tensors_saved == 4
     assert statistics.bytes_offloaded == (n * ONE if calls else 0)
     assert statistics.resident_bytes == (4 - n if calls == 2 else 4) * ONE
     assert statistics.bytes_reloaded == (n * ONE if calls == 3 else 0)
@@ -94,21 +83,6 @@ def test_interleaved_with_forward_and_backward(layers):
     assert context.statistics().reloaded_on_demand == 0
     assert context.statistics().reloaded_ahead == 3
     assert same_bits(leaf.grad, torch.autograd.grad(plain(layers, leaf).sum(), leaf)[0])
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_reload_in_any_order(layers, order):
-    context, sync, controller = make_manual(4)
-    x = start()
-    y = forward(layers, x, context, sync)
-    for k in range(3):
-        controller.start_offload_layer(k)
-        controller.release_activation_forward_gpu_memory(k)
-    for k in order:
-        controller.start_reload_layer(k)
-    (got,) = torch.autograd.grad(y.sum(), x)
-    assert same_bits(got, torch.autograd.grad(plain(layers, x).sum(), x)[0])
-    assert context.statistics().reloaded_on_demand == 0
 
 
 def test_calls_in_a_forward_without_gradients(layers):

@@ -153,19 +153,12 @@ def test_the_report_waits_for_the_final_plan(train, make, tmp_path, monkeypatch)
 
 
 @both
-def test_a_short_training_is_reported_at_its_end(train, make, tmp_path, capsys):
-    callback = make(min_bytes=0)
-    train(Net(), tmp_path, [callback])
-    assert callback.report.passes == STEPS
-    assert str(callback.report) in capsys.readouterr().out
-
-
-@both
-def test_progress_bars_are_below_the_report(train, make, tmp_path, monkeypatch):
+def test_a_short_training_is_reported_at_its_end_above_progress_bars(train, make, tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr("tqdm.tqdm.write", lambda text, **_: written.append(text))
     callback = make(min_bytes=0)
     train(Net(), tmp_path, [callback])
+    assert callback.report.passes == STEPS
     assert str(callback.report) in written
 
 
@@ -214,29 +207,6 @@ def test_a_training_without_steps_and_one_that_pytorch_does_not_support(monkeypa
         "actoffload has no report of this training: There is nothing to report yet: no forward of the model with a "
     )
     assert [text.startswith(expected) for text in texts] == [True] * (report_at is not None)
-
-
-@pytest.mark.parametrize("lead", [True, False])
-def test_a_rank_without_a_report_takes_part_in_the_collective(monkeypatch, lead):
-    several = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
-    gathered, texts, model = [], [], Net()
-
-    def gather(report: Report | None) -> RankReports:
-        gathered.append(report)
-        raise TypeError("gather_reports got an object of type NoneType in rank 1")
-
-    monkeypatch.setattr(fit, "dist", several)
-    monkeypatch.setattr(fit, "gather_reports", gather)
-    callback = OffloadCallback(report_at=1, log=texts.append)
-    state = SimpleNamespace(is_world_process_zero=lead)
-    callback.on_train_begin(None, state, None, model=model)
-    callback.on_step_end(None, state, None)
-    callback.on_train_end(None, state, None)
-    assert gathered == [None]
-    assert [text.splitlines()[-1] for text in texts] == [
-        "There is no table of all ranks: gather_reports got an object of type NoneType in rank 1"
-    ] * lead
-    assert not callback.handle.installed
 
 
 def test_the_handle_is_removed_if_logging_fails():
@@ -305,14 +275,17 @@ def test_the_module_of_a_lightning_module():
 
 
 @pytest.mark.parametrize("lead", [True, False])
-def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead):
-    """All ranks gather, because that is a collective."""
+@pytest.mark.parametrize("ran", [True, False])
+def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead, ran):
+    """All ranks gather, because that is a collective, also those without a report."""
     several = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
     gathered, texts, model = [], [], Net()
 
-    def gather(report: Report) -> RankReports:
-        gathered.append(RankReports((report, report)))
-        return gathered[0]
+    def gather(report: Report | None) -> RankReports:
+        gathered.append(report)
+        if report is None:
+            raise TypeError("gather_reports got an object of type NoneType in rank 1")
+        return RankReports((report, report))
 
     monkeypatch.setattr(fit, "dist", several)
     monkeypatch.setattr(fit, "gather_reports", gather)
@@ -321,12 +294,17 @@ def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead)
     callback = OffloadCallback(report_at=1, log=texts.append, min_bytes=0)
     state = SimpleNamespace(is_world_process_zero=lead)
     callback.on_train_begin(None, state, None, model=model)
-    model(ROWS)["loss"].backward()
+    if ran:
+        model(ROWS)["loss"].backward()
     callback.on_step_end(None, state, None)
-    assert len(gathered) == 1
+    assert gathered == [callback.report]
     callback.on_train_end(None, state, None)
     assert len(gathered) == 1
-    assert texts == ([f"{callback.report}\n\n{gathered[0]}"] if lead else [])
+    assert not callback.handle.installed
+    missing = "There is no table of all ranks: gather_reports got an object of type NoneType in rank 1"
+    table = str(RankReports((callback.report, callback.report))) if ran else missing
+    assert [text.endswith(f"\n\n{table}") for text in texts] == [True] * lead
+    assert [text.startswith(str(callback.report)) for text in texts] == [ran] * lead
 
 
 # Pages about frameworks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from contextlib import nullcontext
 
@@ -177,17 +176,6 @@ def test_without_a_recording_no_timed_event_is_made_and_nothing_is_looked_for(mo
     step(model)
     assert dict(device.calls) == counts[0]
     assert len(searches) == 1
-
-
-def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
-    from actoffload.report import build
-
-    search = build.find_all_holders
-    monkeypatch.setattr(build, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
-    model = Inside(6, Caching)
-    _, report = reported(model, record=True, device=actoffload.device.ReferenceDevice(wall_clock=True))
-    assert len(report.held) == 4
-    assert 0 < report.step_seconds < 1.0
 
 
 def test_a_recording_is_of_one_step_and_lasts():

@@ -230,16 +230,6 @@ def test_indexing_with_a_mask_waits_in_forward_and_in_backward():
         probabilities.backward(grad)
 
 
-def test_no_value_is_needed():
-    """On the meta device there are none."""
-    indices = torch.empty(6, 2, dtype=torch.int64, device="meta")
-    probs = torch.empty(6, 2, device="meta", requires_grad=True)
-    routing_map, probabilities = indices_to_multihot(indices, probs, 4)
-    assert routing_map.shape == probabilities.shape == (6, 4)
-    probabilities.sum().backward()
-    assert probs.grad.shape == (6, 2)
-
-
 # Together with other things
 
 

@@ -249,19 +249,3 @@ def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
     reasons = [re.findall(r'"(.*)"', sentence)[0] for sentence in sentences]
     assert reasons == [reason.value for reason in (Reason.MARKED, Reason.LAYOUT, Reason.SMALL)]
     assert '"saved outside' in advise(report(*groups, outside=outside))[0]
-
-
-def test_no_sentence_is_without_a_number():
-    late = [
-        block(0, bytes_not_freed=90 * MIB, reloaded_on_demand=2),
-        block(1, forward_stall_seconds=0.01, backward_stall_seconds=0.0),
-    ]
-    reports = [kept_for(reason, 300 * MIB) for reason in Reason]
-    reports += [Report(), report(), report(*late, step_seconds=0.1)]
-    reports += [report(outside={Reason.OUTSIDE: (3, 400 * MIB)}, step_passes=1)]
-    sentences = {s for one in reports for s in advise(one)}
-    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 3 + 1  # all is well, what is wrong
-    for sentence in sentences:
-        assert re.search(r"\d", sentence)
-        assert sentence.endswith(".")
-        assert "\n" not in sentence

@@ -190,33 +190,3 @@ def test_advice_about_stalls_leads_to_a_step_without_any():
     assert stalls[-1] == 0.0
     assert reports[-1].totals.bytes_offloaded > 0
     assert reports[-1].advice[0].startswith("Nothing to change")
-
-
-def test_stalls_on_the_reference_device_are_no_reason_for_advice(monkeypatch):
-    monkeypatch.setattr(Clock, "times", False)
-    report = followed(Slow, {"num_layers": 6})
-    assert report.totals.stall_seconds > 0.0
-    assert report.advice[0].startswith("Nothing to change")
-    assert "stalled" not in report.advice[0]
-
-
-# Where nothing is offloaded
-
-
-class OneOfSix(Transformer):
-    """Runs another one of its blocks in each forward."""
-
-    def forward(self, x):
-        self.turn = getattr(self, "turn", -1) + 1
-        return self.blocks[self.turn % 6](self.inp(x))
-
-
-def test_what_was_copied_for_a_longer_pass_is_explained():
-    model: nn.Module = OneOfSix()
-    handle = offload(model, num_layers=3)
-    with pytest.warns(UserWarning, match="None of the groups that were found"):
-        model(data()).sum().backward()
-    report = handle.report()
-    assert report.totals.bytes_wasted == report.totals.bytes_offloaded > 0
-    assert not report.offloaded_groups
-    assert "Wasted copies: " in str(report)

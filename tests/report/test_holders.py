@@ -44,15 +44,10 @@ def named(model: nn.Module) -> dict[nn.Module, str]:
 # Modules
 
 
-def test_an_attribute_of_a_module_is_named_with_the_module():
-    model = Model()
-    model.encoder.cache = make()
-    assert holders(lambda: model.encoder.cache, named(model)) == ("attribute `cache` of encoder (Encoder)",)
-
-
 @pytest.mark.parametrize(
     ("tensor", "line"),
     [
+        (lambda model: model.encoder.cache, "attribute `cache` of encoder (Encoder)"),
         (lambda model: model.encoder.table, "attribute `table` of encoder (Encoder)"),
         (lambda model: model.encoder.proj.weight, "attribute `weight` of encoder.proj (Linear)"),
         (lambda model: model.encoder.proj.weight.grad, "attribute `weight.grad` of encoder.proj (Linear)"),
@@ -61,8 +56,9 @@ def test_an_attribute_of_a_module_is_named_with_the_module():
         (lambda model: model.holder.x, "attribute `holder.x` of the model (Model)"),
     ],
 )
-def test_other_attributes_of_modules(tensor, line):
+def test_attributes_of_modules_are_named_with_the_module(tensor, line):
     model = Model()
+    model.encoder.cache = make()
     model.encoder.proj.weight.grad = torch.ones(4, 4)
     model.history = [None, {"k": (make(),)}]
     model.recent = deque([make()])
@@ -139,11 +135,6 @@ def test_a_local_variable_of_another_thread():
         go_on.set()
         thread.join()
     assert line.startswith(f"local variable `hidden` of work ({FILE}:")
-
-
-def test_globals(kept):
-    kept["outputs"] = [make()]
-    assert holders(lambda: kept["outputs"][0]) == ("global `kept['outputs'][0]` of module program",)
 
 
 @pytest.mark.parametrize(("more", "name"), [({"__name__": "notebook"}, "notebook"), ({}, "cell.py")])

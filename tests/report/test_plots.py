@@ -63,15 +63,6 @@ def test_lanes_carry_the_layers_in_order_of_time() -> None:
     ]
 
 
-def test_stalls_are_hatched_where_they_are() -> None:
-    shown = timeline(3)
-    ax = plot_timeline(shown)
-    stalls = [(span.start * 1e3, span.end * 1e3) for span in shown.of(Kind.STALL)]
-    assert len(stalls) == 2
-    assert hatched(ax) == [pytest.approx(stall) for stall in stalls]
-    assert not hatched(plot_timeline(timeline(2)))
-
-
 def test_work_measured_around_a_stall_is_cut_by_it() -> None:
     spans = (
         Span(Kind.BACKWARD, 0, 0.0, 10.0),  # measured from the layer's start to its end
