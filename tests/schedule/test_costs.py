@@ -62,6 +62,24 @@ def test_of_two_needed_at_once_the_last_saved_comes_first() -> None:
             lambda: LayerCost.even(1, 1.0, 1.0, pieces=0),
             "pieces is 0; expected a number of saved tensors, at least 1.",
         ),
+        (
+            lambda: LayerCost(1.0, 1.0, host_forward=-1.0),
+            "host_forward is -1.0; expected seconds, finite and 0 or more.",
+        ),
+        (
+            lambda: LayerCost(1.0, 1.0, gap_backward=-1.0),
+            "gap_backward is -1.0; expected seconds, finite and 0 or more.",
+        ),
+        (lambda: LayerCost(1.0, 1.0, forward_temporary=-1), "forward_temporary is -1; expected bytes, 0 or more."),
+        (
+            lambda: LayerCost(1.0, 1.0, other_bytes=(1, 2, 3)),
+            "other_bytes is (1, 2, 3); expected four numbers of bytes, each 0 or more.",
+        ),
+        (
+            lambda: LayerCost(1.0, 1.0, other_bytes=(1, 2, 3, -4)),
+            "other_bytes is (1, 2, 3, -4); expected four numbers of bytes, each 0 or more.",
+        ),
+        (lambda: Link(1.0, 1.0, both=0.0), "both is 0.0; expected bytes per second, more than 0."),
         (lambda: Link(0.0, 1.0), "d2h is 0.0; expected bytes per second, more than 0."),
         (lambda: Link(1.0, math.nan), "h2d is nan; expected bytes per second, more than 0."),
         (lambda: Link(1.0, 1.0, latency=-1.0), "latency is -1.0; expected seconds, finite and 0 or more."),

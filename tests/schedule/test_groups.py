@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,12 +13,8 @@ from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
-from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
+from actoffload.schedule.schedules import GroupSchedule
 from actoffload.schedule.simulate import simulate
-
-SEQUENCES = ["".join(kinds) for of in range(1, 7) for kinds in product("abc", repeat=of)]
-NUMBERS = [None, 0, 1, 2, 5]
-INFLIGHT = [None, 1, 2, 3]
 
 sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)
 schedules = st.builds(
@@ -138,31 +133,9 @@ def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
         assert does in ([Do.INCREMENTAL_RELEASE, Do.OFFLOAD], *([do] for do in Do))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("inflight", INFLIGHT)
-def test_every_short_sequence_has_a_plan(number: int | None, inflight: int | None) -> None:
-    for kinds in SEQUENCES:
-        check_plan(GroupSchedule(number, max_inflight=inflight), kinds)
-
-
 @given(sequences, schedules)
 def test_every_sequence_has_a_plan(kinds: list[str], schedule: GroupSchedule) -> None:
     check_plan(schedule, kinds)
-
-
-def test_a_plan_written_out() -> None:
-    assert GroupSchedule(2, max_inflight=1).plan("aaaa") == Plan(
-        4,
-        {
-            Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
-            Event(When.FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0), Action(Do.OFFLOAD, 1)),
-            Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-            Event(When.FORWARD_START, 2): (Action(Do.INCREMENTAL_RELEASE, 1),),
-            Event(When.FORWARD_END, 2): (Action(Do.RELEASE, 1),),
-            Event(When.BACKWARD_END, 3): (Action(Do.RELOAD, 1),),
-            Event(When.BACKWARD_END, 2): (Action(Do.RELOAD, 0),),
-        },
-    )
 
 
 # What it comes to
@@ -198,13 +171,6 @@ def test_incremental_release_is_never_slower_than_release_at_once(
         at_once[event] = tuple(a for a in kept if a.do is not Do.RELEASE or event.when is When.FORWARD_START)
     # Exact: all times are multiples of a power of two.
     assert simulate(plan, layers, link).step_time <= simulate(Plan(len(kinds), at_once), layers, link).step_time
-
-
-@pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 8) for n in range(m)])
-def test_one_kind_follows_the_default_schedule_with_incremental_release(num: int, of: int) -> None:
-    default, groups = DefaultSchedule(num, of), GroupSchedule(num)
-    assert groups.offloaded("a" * of) == default.plan().offloaded
-    assert num == 0 or release_distance(groups, "a" * of) == default.window
 
 
 # What is refused

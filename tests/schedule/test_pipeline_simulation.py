@@ -11,27 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.schedule import (
-    Action,
     Chunk,
     Computation,
-    Do,
-    Event,
     Kind,
     LayerCost,
     Link,
     Moment,
     PipelinePlan,
-    Plan,
     Saved,
     SplitCost,
     StageCost,
     Transfer,
-    When,
     gpipe,
     looped_bfs,
     one_f_one_b,
     read_order,
-    simulate,
     simulate_pipeline,
 )
 
@@ -80,30 +74,6 @@ def test_copies_by_hand() -> None:
     ).ranks
     assert (late.stall_seconds, late.end, late.bytes_offloaded, late.bytes_reloaded) == (1.0, 7.0, 100, 100)
     assert late.timeline.resident[-4:] == ((4.0, 100), (4.0, 0), (4.0, 100), (7.0, 0))
-
-
-def test_a_release_waits_for_its_copy() -> None:
-    (rank,) = simulate_pipeline(gpipe(1, 2), [STAGE], Link(50, 1e9), [offloading(Moment(1, 0), Moment(2, 0))]).ranks
-    assert rank.starts == (0.0, 1.0, 4.0, pytest.approx(6.0))  # F1 begins at 3, when microbatch 0 is copied
-    assert rank.peak_bytes == 200  # at its backward
-
-
-def test_both_directions_share_the_link() -> None:
-    order = read_order(["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"])
-    stage = StageCost((LayerCost(1.0, 2.0, (Saved(100),)),))
-    transfers = {
-        Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0)),  # D2H 1-2, H2D at 2
-        Chunk(0, 1, 0): Transfer(Moment(4, 0), Moment(4, 0)),  # D2H 2-...
-    }
-    plan = PipelinePlan(0, order, {0: ("group",)}, transfers)
-
-    def spans(both: float | None) -> list[tuple[float, float]]:
-        (rank,) = simulate_pipeline([order], [stage], Link(100, 100, both=both), [plan]).ranks
-        return [(span.start, span.end) for span in rank.timeline.of(Kind.D2H, Kind.H2D)]
-
-    assert spans(None) == [(1.0, 2.0), (2.0, 3.0), (2.0, 3.0), (6.0, 7.0)]
-    # While microbatch 1 is copied to the host, 50 bytes a second are left for microbatch 0: half of it by 3.
-    assert spans(150) == [(1.0, 2.0), (2.0, 3.0), (2.0, 3.5), (6.5, 7.5)]
 
 
 def test_split_backward_by_hand() -> None:
@@ -159,45 +129,6 @@ def test_first_stage_without_split_runs_all_in_its_weight_backward() -> None:
     (rank,) = simulate_pipeline([order], [STAGE], Link(100, 100), [plan]).ranks
     assert rank.starts == (0.0, 1.0, 2.0, 3.0, 3.0, 5.0)  # at the release compute waits for the copy
     assert (rank.stall_seconds, rank.peak_bytes) == (1.0, 200)
-
-
-@st.composite
-def whole_steps(draw: st.DrawFn) -> tuple[Plan, PipelinePlan, StageCost, Link]:
-    """Return the same plan for one microbatch as a plan of a step and as one of a pipeline."""
-    cost = draw(pipeline_cases.stages(1))[0]
-    groups = tuple(replace(of, kept_bytes=0) for of in cost.groups)  # which `simulate` has among the resident bytes
-    stage = replace(cost, groups=groups, boundary_bytes=0)
-    count = len(groups)
-    (order,) = gpipe(1, 1)
-    calls, transfers = [], {}
-    for k in range(count - 1):
-        if draw(st.booleans()):
-            release, reload = draw(st.integers(k, count - 1)), draw(st.integers(k, count - 1))
-            calls += [
-                (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
-                (Event(When.FORWARD_END, release), Action(Do.RELEASE, k)),
-                (Event(When.BACKWARD_START, reload), Action(Do.RELOAD, k)),
-            ]
-            transfers[Chunk(0, 0, k)] = Transfer(Moment(0, release + 1), Moment(1, count - 1 - reload))
-    calls.sort(key=lambda call: (call[0].when.name, call[1].do is Do.RELOAD, -call[1].layer))
-    link = Link(draw(st.sampled_from([16.0, 64.0])), draw(st.sampled_from([16.0, 64.0])))
-    names = {0: tuple(map(str, range(count)))}
-    return Plan.of(count, calls), PipelinePlan(0, order, names, transfers), stage, link
-
-
-@given(whole_steps())
-@settings(deadline=None, max_examples=40)
-def test_one_microbatch_on_one_rank_is_a_step(case: tuple[Plan, PipelinePlan, StageCost, Link]) -> None:
-    plan, of_rank, stage, link = case
-    # A release is at the end of a forward there, and here at the start of the next: the gap between is behind it.
-    stage = replace(stage, groups=tuple(replace(of, gap_forward=0.0) for of in stage.groups))
-    step = simulate(plan, stage.groups, link)
-    (rank,) = simulate_pipeline(gpipe(1, 1), [stage], link, [of_rank]).ranks
-    assert rank.peak_bytes == step.peak_bytes
-    assert rank.device_peak_bytes == step.device_peak_bytes + stage.other_bytes
-    assert rank.end == pytest.approx(step.step_time)
-    assert rank.stall_seconds == pytest.approx(step.stall_seconds)
-    assert (rank.bytes_offloaded, rank.bytes_reloaded) == (step.bytes_offloaded, step.bytes_reloaded)
 
 
 @given(st.data())

@@ -66,19 +66,17 @@ def test_a_layer_may_be_offloaded_and_reloaded_at_one_event() -> None:
             [(FORWARD_START, 2, Do.OFFLOAD, 0)],
             "The plan names the forward start of layer 2, but its layers are 0 to 1.",
         ),
-        (
-            2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 2)],
-            "The plan would offload layer 2, but its layers are 0 to 1.",
+        *(
+            (2, [(FORWARD_START, 0, do, layer)], f"The plan would {text}, but its layers are 0 to 1.")
+            for do, layer, text in (
+                (Do.OFFLOAD, 2, "offload layer 2"),
+                (Do.OFFLOAD, -1, "offload layer -1"),
+                (Do.INCREMENTAL_RELEASE, 2, "release layer 2 incrementally"),
+            )
         ),
         (
             2,
-            [(FORWARD_START, 0, Do.OFFLOAD, -1)],
-            "The plan would offload layer -1, but its layers are 0 to 1.",
-        ),
-        (
-            2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 0, Do.OFFLOAD, 0)],
+            [*GONE[:1], (FORWARD_END, 0, Do.OFFLOAD, 0)],
             "The plan would offload layer 0 twice in one pass; once is enough.",
         ),
         (
@@ -86,114 +84,42 @@ def test_a_layer_may_be_offloaded_and_reloaded_at_one_event() -> None:
             [(FORWARD_END, 0, Do.OFFLOAD, 1)],
             "The plan would offload layer 1 before its forward starts; move it there or later.",
         ),
-        (
-            2,
-            [(FORWARD_END, 0, Do.RELEASE, 0)],
-            "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
+        *(
+            (
+                2,
+                steps,
+                "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
+            )
+            for steps in (GONE[1:], [GONE[1], (FORWARD_END, 0, Do.OFFLOAD, 0)])
         ),
         (
             2,
-            [(FORWARD_END, 0, Do.RELEASE, 0), (FORWARD_END, 0, Do.OFFLOAD, 0)],
-            "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
-        ),
-        (
-            2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 0, Do.RELOAD, 0)],
+            [*GONE[:1], (FORWARD_END, 0, Do.RELOAD, 0)],
             "The plan would reload layer 0 without, or before, the action 'release layer 0'; add it earlier.",
         ),
         (
             2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 0, Do.RELEASE, 0)],
+            [*GONE[:1], (FORWARD_START, 0, Do.RELEASE, 0)],
             "The plan would release layer 0 before its forward ends; move it there or later.",
         ),
-        (
-            2,
-            [(BACKWARD_END, 1, Do.OFFLOAD, 1)],
-            "The plan would offload layer 1 after its backward starts, when it is of no use; move it earlier.",
-        ),
-        (
-            2,
-            [(FORWARD_START, 1, Do.OFFLOAD, 1), (BACKWARD_END, 1, Do.RELEASE, 1)],
-            "The plan would release layer 1 after its backward starts, when it is of no use; move it earlier.",
-        ),
-        (
-            2,
-            [
-                (FORWARD_START, 1, Do.OFFLOAD, 1),
-                (FORWARD_END, 1, Do.RELEASE, 1),
-                (BACKWARD_START, 0, Do.RELOAD, 1),
-            ],
-            "The plan would reload layer 1 after its backward starts, when it is of no use; move it earlier.",
-        ),
-        (
-            2,
-            [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 2)],
-            "The plan would release layer 2 incrementally, but its layers are 0 to 1.",
-        ),
-        (
-            3,
-            [
-                (FORWARD_START, 0, Do.OFFLOAD, 0),
-                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0),
-                (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
-                (FORWARD_END, 2, Do.RELEASE, 0),
-            ],
-            "The plan would release layer 0 incrementally twice in one pass; once is enough.",
-        ),
-        (
-            2,
-            [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0), (FORWARD_END, 1, Do.RELEASE, 0)],
-            "The plan would release layer 0 incrementally without, or before, the action 'offload layer 0'; "
-            "add it earlier.",
-        ),
-        (
-            2,
-            [
-                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0),
-                (FORWARD_START, 1, Do.OFFLOAD, 0),
-                (FORWARD_END, 1, Do.RELEASE, 0),
-            ],
-            "The plan would release layer 0 incrementally without, or before, the action 'offload layer 0'; "
-            "add it earlier.",
-        ),
-        (
-            2,
-            [
-                (FORWARD_START, 1, Do.OFFLOAD, 1),
-                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 1),
-                (FORWARD_END, 1, Do.RELEASE, 1),
-            ],
-            "The plan would release layer 1 incrementally before its forward ends; move it there or later.",
-        ),
         *(
             (
-                2,
-                [
-                    (FORWARD_START, 0, Do.OFFLOAD, 0),
-                    (when, 1, Do.INCREMENTAL_RELEASE, 0),
-                    (BACKWARD_START, 0, Do.RELEASE, 0),
-                ],
-                f"The plan would release layer 0 incrementally at the {when.value} of layer 1; "
-                "that can only be at the forward start of a layer.",
+                1,
+                [*GONE[:number], (BACKWARD_END, 0, do, 0)],
+                f"The plan would {do.value} layer 0 after its backward starts, when it is of no use; move it earlier.",
             )
-            for when in (FORWARD_END, BACKWARD_START, BACKWARD_END)
+            for number, do in enumerate((Do.OFFLOAD, Do.RELEASE, Do.RELOAD))
         ),
         (
             2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0)],
+            [*GONE[:1], (BACKWARD_END, 1, Do.INCREMENTAL_RELEASE, 0), (BACKWARD_START, 0, Do.RELEASE, 0)],
+            "The plan would release layer 0 incrementally at the backward end of layer 1; "
+            "that can only be at the forward start of a layer.",
+        ),
+        (
+            2,
+            [*GONE[:1], (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0)],
             "The plan would release layer 0 incrementally without the action 'release layer 0' after it; add that.",
-        ),
-        *(
-            (
-                3,
-                [
-                    (FORWARD_START, 0, Do.OFFLOAD, 0),
-                    (when, at, Do.RELEASE, 0),
-                    (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
-                ],
-                "The plan would release layer 0 incrementally without the action 'release layer 0' after it; add that.",
-            )
-            for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
         ),
     ],
 )

@@ -225,6 +225,11 @@ def agree(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Queue
         copies = [item for item in queue.busy if item[0] != "stall"]
         assert busy_ticks(result.timeline.of(kind), {kind: kind.name}) == copies
     assert result.stall_seconds == sum(item[0] == "stall" for item in compute.busy)
+    released = [i for i in plan.offloaded if plan.find(Do.RELEASE, i)]
+    assert result.bytes_offloaded == sum(layers[i].nbytes for i in plan.offloaded)
+    assert result.bytes_reloaded == sum(layers[i].nbytes for i in released)
+    on_demand = [i for i in released if not plan.find(Do.RELOAD, i)]
+    assert result.reloaded_on_demand == sum(len(layers[i].saved) for i in on_demand)
     return queues
 
 
