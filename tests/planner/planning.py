@@ -1,4 +1,4 @@
-"""Strategies for costs of whole steps, with gaps, other memory and temporaries."""
+"""Costs of whole steps: drawn ones with gaps, other memory and temporaries, and groups that may be recomputed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from actoffload.planner.search import Knobs, Ranks
 from actoffload.schedule import LayerCost, Link, Plan, Saved
 from actoffload.schedule.simulate import model_order, model_stages
 
-__all__ = ["choose_plain", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
+__all__ = ["GIB", "MIB", "choose_plain", "convex", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
+
+MIB, GIB = 2**20, 2**30
 
 eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(0, 12).map(lambda k: k / 4)
@@ -68,3 +70,20 @@ def model_ranks(costs: Sequence[LayerCost], link: Link, among: Collection[int] |
 def leanest(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> int:
     """Return the smallest peak of all plans."""
     return model_ranks(costs, link, among).choices[0].leanest()
+
+
+def convex(other: int = 0, host: float = 0.0) -> tuple[Variant, ...]:
+    """Return the ways to run a group, from no replay to all of it."""
+    ways = []
+    for nbytes, more, temporary in ((1568, 0.0, 560), (736, 0.001, 1392), (192, 0.004, 1936), (64, 0.008, 2064)):
+        even = LayerCost.even(nbytes * MIB, forward=0.009, backward=0.019 + more, pieces=4)
+        cost = replace(
+            even,
+            forward_temporary=temporary * MIB,
+            backward_temporary=temporary * MIB,
+            other_bytes=(0, 0, other * MIB, other * MIB),
+            host_forward=host if more else 0.0,
+            host_backward=3 * host if more else 0.0,
+        )
+        ways.append(Variant(cost, (f"mm#{len(ways)}",) if ways else None))
+    return tuple(ways)

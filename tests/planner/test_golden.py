@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import GIB, MIB, convex
 
 from actoffload.planner import Variant, choose, plan_pipeline
 from actoffload.schedule import (
@@ -37,7 +38,6 @@ from actoffload.schedule import (
 )
 
 RECORDED = Path(__file__).with_name("golden.json")
-MIB, GIB = 2**20, 2**30
 Numbers = list[float]
 
 
@@ -132,23 +132,6 @@ def steps_of_pipelines() -> Iterator[tuple[str, Numbers]]:
         for rank in result.ranks:
             numbers += rank.stall_seconds, rank.bubble_seconds, rank.peak_bytes, rank.device_peak_bytes
         yield f"pipeline {seed}", numbers
-
-
-def convex(other: int = 0, host: float = 0.0) -> tuple[Variant, ...]:
-    """Return the ways to run a group, from no replay to all of it."""
-    ways = []
-    for nbytes, more, temporary in ((1568, 0.0, 560), (736, 0.001, 1392), (192, 0.004, 1936), (64, 0.008, 2064)):
-        even = LayerCost.even(nbytes * MIB, forward=0.009, backward=0.019 + more, pieces=4)
-        cost = replace(
-            even,
-            forward_temporary=temporary * MIB,
-            backward_temporary=temporary * MIB,
-            other_bytes=(0, 0, other * MIB, other * MIB),
-            host_forward=host if more else 0.0,
-            host_backward=3 * host if more else 0.0,
-        )
-        ways.append(Variant(cost, (f"mm#{len(ways)}",) if ways else None))
-    return tuple(ways)
 
 
 def plans_of_models() -> Iterator[tuple[str, Numbers]]:

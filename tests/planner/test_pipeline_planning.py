@@ -16,7 +16,6 @@ from actoffload.planner import Variant, plan_pipeline
 from actoffload.planner.placement import place
 from actoffload.planner.search import Knobs, Ranks
 from actoffload.schedule import (
-    Chunk,
     Computation,
     Kind,
     LayerCost,
@@ -29,8 +28,6 @@ from actoffload.schedule import (
     SplitCost,
     StageCost,
     Step,
-    Transfer,
-    gpipe,
     interleaved_1f1b,
     one_f_one_b,
     simulate_pipeline,
@@ -50,40 +47,6 @@ def simulated(
         assert plan.peak_bytes == rank.device_peak_bytes
         assert plan.seconds == found.step_time
     return found
-
-
-def test_moments_by_hand() -> None:
-    """F0 from 0 to 1, F1 to 2, B0 to 4, B1 to 6; each has two groups, and every copy takes a quarter of a second."""
-    group = LayerCost(0.5, 1.0, (Saved(100),))
-    (order,) = gpipe(1, 2)
-    link = Link(400, 400)
-    profile = Ranks([order], [StageCost((group,) * 2)], link, {}, Knobs()).choices[0].profile
-    assert profile.needs == [100, 200, 200, 300, 400, 400, 400, 300, 200, 200, 100, 0]
-    assert profile.when == [0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 5, 6]
-    placement = place(profile, range(4), margin=0.0)
-    assert placement.transfers() == {
-        # Saved at 0.5 and copied by 0.75; needed at 3, so it is reloaded at 2.
-        Chunk(0, 0, 0): Transfer(Moment(0, 2), Moment(2, 0)),
-        # Saved at 1.5 and copied by 1.75; needed at 5, so it is reloaded at 4.
-        Chunk(0, 1, 0): Transfer(Moment(1, 2), Moment(3, 0)),
-    }  # the others are saved at 1 and 2, copied by 1.25 and 2.25, and reloaded at 1.5 and 3: nothing runs between
-    assert placement.needs == [100, 200, 100, 200, 300, 200, 300, 200, 100, 200, 100, 0]
-    plan = PipelinePlan(0, order, {0: ("a", "b")}, placement.transfers())
-    assert placement.actions() == plan.actions
-
-
-def test_a_limit_releases_earlier_and_reloads_later() -> None:
-    group = LayerCost(1.0, 2.0, (Saved(100),))
-    (order,) = gpipe(1, 3)
-    link = Link(50, 50)  # 2 seconds for each
-    profile = Ranks([order], [StageCost((group,))], link, {}, Knobs()).choices[0].profile
-    assert place(profile, [0, 1, 2]).peak_bytes == 300
-    forced = place(profile, [0, 1, 2], limit=200)
-    plan = PipelinePlan(0, order, {0: ("group",)}, forced.transfers())
-    (rank,) = simulate_pipeline([order], [StageCost((group,))], link, [plan]).ranks
-    assert (forced.peak_bytes, rank.peak_bytes) == (200, 200)
-    assert rank.stall_seconds > 0
-    assert place(profile, [0, 1, 2], limit=0).peak_bytes == 100
 
 
 @given(st.data())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -31,38 +30,6 @@ def groups(count: int, part: float = 0.25, again: float = 0.5) -> list[tuple[Var
 
 def names(count: int) -> list[str]:
     return [f"h.{k}" for k in range(count)]
-
-
-def compute_seconds(chosen) -> float:
-    return sum(variant.cost.forward + variant.cost.backward for variant in chosen)
-
-
-def exhaustive(of, link, limit) -> float:
-    """Return the time of the fastest plan of all: any variant of any group.
-
-    Variants whose compute alone takes as long as a plan that was found are not planned.
-    """
-    best = float("inf")
-    ways = product(*(group if k + 1 < len(of) else group[:1] for k, group in enumerate(of)))
-    for chosen in sorted(ways, key=compute_seconds):
-        if compute_seconds(chosen) >= best:
-            break
-        plan = choose_plain([variant.cost for variant in chosen], link, limit=limit)
-        if plan.peak_bytes <= limit:
-            best = min(best, plan.seconds)
-    return best
-
-
-@pytest.mark.parametrize("rate", [2e10, 5e10, 1e11])
-@pytest.mark.parametrize("again", [0.3, 0.8])
-def test_near_the_best_of_all(rate, again):
-    of, link = groups(6, again=again), Link(d2h=rate, h2d=rate)
-    smallest = choose(names(6), of, link, limit=0).peak_bytes
-    for k in range(6):
-        limit = smallest + (6 * GIB - smallest) * k // 5
-        plan = choose(names(6), of, link, limit=limit)
-        assert plan.peak_bytes <= limit
-        assert plan.seconds <= 1.03 * exhaustive(of, link, limit)
 
 
 def test_bytes_that_predictions_lack_lower_the_limit():
