@@ -16,8 +16,6 @@ pytestmark = gpu
 def test_measured() -> None:
     machine = measure_machine()
     print(machine)
-    assert machine.link is not None
-    assert machine.link.both is not None
     # Both directions at once are faster than one alone, and no faster than both alone.
     assert max(machine.link.d2h, machine.link.h2d) < machine.link.both <= machine.link.d2h + machine.link.h2d
     assert (machine.flops or 0) > 1e12

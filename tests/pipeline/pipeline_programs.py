@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed import pipelining
 from actoffload import PipelineHandle, offload
 from actoffload.pipeline.follow import NAMES
 
-__all__ = ["NAMES", "SPLIT", "Block", "alone", "block_bytes", "compare", "held", "make", "offloaded", "same", "train"]
+__all__ = ["NAMES", "SPLIT", "Block", "block_bytes", "compare", "held", "make", "offloaded", "same", "train"]
 
 SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")  # the backward of most microbatches is split
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -39,16 +38,6 @@ class Block(nn.Module):
 def block_bytes() -> int:
     """Bytes that a block saves for one microbatch."""
     return 4 * ROWS * (WIDTH + 2 * HIDDEN)
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Initialize a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -55,15 +55,6 @@ def test_plans_for_less_follow_those_that_took_more_than_the_limit():
     assert peaks(plans)[0] <= LIMIT - (LIMIT + 300 - first)
 
 
-def test_whole_replay_is_kept_where_it_is_faster():
-    most = peaks(plans_of(measured(), LIMITS))
-    for seconds, best in ((999.0, 1), (1001.0, 0)):
-        found, kept = judged(tried(1000.0, *most), tried(seconds, *most))
-        assert all(plan.saves == {plan.rank: ((), ())} and not plan.transfers for plan in found[1])
-        assert kept is not None
-        assert [plan.saves for plan in kept] == [plan.saves for plan in found[best]]
-
-
 @pytest.mark.parametrize("over", [0, 1])
 def test_plans_that_fit_win_over_faster_ones(over):
     """Those that are tried for as much less memory need all of it, too, so whole replay follows."""

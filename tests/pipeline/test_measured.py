@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import same_bits
-from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes, make, train
+from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, block_bytes, make, train
 from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
-from actoffload._torch.autograd import NO_BACKWARD, backward_id, saved_tensor_hooks
+from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.device import use
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
@@ -30,31 +29,38 @@ MEASURED = 3  # steps
 TRIAL = 5  # steps of a plan, of which the last two offload nothing
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
-def run(
-    name: str, link: float, steps: int, memory: int | None = 2**20, **arguments: Any
-) -> tuple[PipelineHandle, list[tuple[float, int]], Timed]:
-    """Return the handle, and the virtual seconds and the peak of saved bytes of each step."""
+def timed(device: Timed) -> nn.Module:
+    """Return the blocks of a stage."""
+    return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+
+def offloaded(
+    name: str, link: float, stage: Callable[[Timed], Any] = timed, memory: int | None = 2**20, **arguments: Any
+) -> tuple[Any, list[Any], Timed, PipelineHandle]:
+    """Return a schedule that is offloaded, the modules of its stages, its device and its handle."""
     device = Timed(link, link, memory=memory)
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, _ = make(name, MICROBATCHES, module=module)
+    schedule, modules = make(name, MICROBATCHES, module=lambda number: stage(device))
     with use(device):
-        handle = offload(schedule, min_bytes=64, **arguments)
+        return schedule, modules, device, offload(schedule, min_bytes=64, **arguments)
+
+
+def step(schedule: Any, device: Timed) -> float:
+    """Run a step; return its virtual seconds."""
+    begun, x = device.main.now, torch.ones(4 * MICROBATCHES)
+    schedule.step(x, target=x)
+    return device.main.now - begun
+
+
+def run(name: str, link: float, steps: int, **arguments: Any) -> tuple[PipelineHandle, list[tuple[float, int]], Timed]:
+    """Return the handle, and the virtual seconds and the peak of saved bytes of each step."""
+    schedule, _, device, handle = offloaded(name, link, **arguments)
     found = []
     for _ in range(steps):
         handle.reset_statistics()
-        begun = device.main.now
-        x = torch.ones(4 * MICROBATCHES)
-        schedule.step(x, target=torch.ones(4 * MICROBATCHES))
-        found.append((device.main.now - begun, handle.report().peak_bytes))
+        found.append((step(schedule, device), handle.report().peak_bytes))
     return handle, found, device
 
 
@@ -63,7 +69,6 @@ def test_never_slower(name):
     """The link carries two groups in the time of one forward."""
     handle, steps, device = run(name, 2.0 * SAVED, MEASURED + TRIAL + 2)
     plan, report = handle.plan, handle.report()
-    assert plan is not None
     without, most = steps[MEASURED - 1]  # offloads nothing
     assert steps[MEASURED + TRIAL - 2 : MEASURED + TRIAL] == [(without, most)] * 2  # nor does the end of the trial
     for seconds, peak in (*steps[MEASURED : MEASURED + TRIAL - 2], *steps[MEASURED + TRIAL :]):
@@ -80,7 +85,6 @@ def test_never_slower(name):
 
 def test_a_step_without_offloading_is_timed_without_hooks():
     """Hooks take time of the host for each saved tensor, which a plan should not be compared with."""
-    device = Timed(2.0 * SAVED, 2.0 * SAVED)
     seen: list[list[bool]] = []
 
     class Watched(TimedBlock):
@@ -88,15 +92,13 @@ def test_a_step_without_offloading_is_timed_without_hooks():
             seen[-1].append(saved_tensor_hooks() is not None)
             return super().forward(x)
 
-    def module(stage: int) -> nn.Module:
+    def stage(device: Timed) -> nn.Module:
         return nn.Sequential(*(Watched(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
 
-    schedule, _ = make("Schedule1F1B", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64)
+    schedule, _, device, handle = offloaded("Schedule1F1B", 2.0 * SAVED, stage, memory=None)
     for _ in range(MEASURED + TRIAL + 2):
         seen.append([])
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
     *_, first, tried, also, without, none, again, kept = seen
     assert all((*first, *again))  # groups that are kept are followed once where the plan begins
     assert any(tried)
@@ -109,7 +111,6 @@ def test_a_step_without_offloading_is_timed_without_hooks():
 def test_a_slow_link_costs_nothing(name):
     """A group takes eight times as long to copy as to compute."""
     handle, steps, _ = run(name, SAVED / 8, MEASURED + 2)
-    assert handle.plan is not None
     for seconds, _ in steps[MEASURED:]:
         assert seconds == handle.plan.seconds <= 1.002 * steps[MEASURED - 1][0]
     handle.remove()
@@ -118,14 +119,11 @@ def test_a_slow_link_costs_nothing(name):
 def test_a_memory_budget():
     """A budget below what is free costs time, as much as the plan says."""
     handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 1)
-    assert handle.plan is not None
     assert handle.plan.peak_bytes is not None
     budget = handle.plan.peak_bytes // 2
     handle.remove()
     handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory_budget=budget, recompute=False)
     plan = handle.plan
-    assert plan is not None
-    assert plan.peak_bytes is not None
     assert plan.peak_bytes <= budget
     assert plan.seconds is not None
     assert plan.seconds > (plan.baseline_seconds or 0)
@@ -140,8 +138,6 @@ def test_a_memory_budget():
 def test_a_device_that_is_too_small():
     """Without a budget the memory of the device is one."""
     handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED, recompute=False)
-    assert handle.plan is not None
-    assert handle.plan.peak_bytes is not None
     assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
     assert all(peak <= 12 * SAVED for _, peak in steps)
     handle.remove()
@@ -162,7 +158,6 @@ def test_fewer_copies_at_a_time():
     counts = []
     for cap in (1, 2, None):
         handle, _, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, fraction=1.0, max_inflight=cap)
-        assert handle.plan is not None
         assert handle.statistics().bytes_offloaded == handle.plan.offloaded_bytes
         counts.append(len(handle.plan.transfers))
         handle.remove()
@@ -171,24 +166,16 @@ def test_fewer_copies_at_a_time():
 
 def test_without_room_for_a_step_that_offloads_nothing():
     """A trial compares with what was planned, and says so: no time without offloading is known."""
-    device = Timed(SAVED / 2, SAVED / 2, memory=12 * SAVED)
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, recompute=False)
+    schedule, _, device, handle = offloaded("ScheduleGPipe", SAVED / 2, memory=12 * SAVED, recompute=False)
     device.slow = lambda: 1.0 if handle.plan is None else 1.1
     assert handle.settling
     assert not any(stage.settling for stage in handle.stages.values()), "the plan is one for all stages"
     for steps in range(1, 20):  # noqa: B007 - read behind the loop
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
         if not handle.settling:
             break
     assert steps == 2 + 2 + 1  # two measured ones, a plan and one that is timed: then it is final
     assert not handle.settling
-    assert handle.plan is not None
     assert handle.plan.transfers
     assert "planned were" in handle.plan.because
     handle.remove()
@@ -197,19 +184,12 @@ def test_without_room_for_a_step_that_offloads_nothing():
 @pytest.mark.parametrize("slow", range(MEASURED, MEASURED + TRIAL))
 def test_one_slow_step_decides_nothing(slow):
     """The host of a step may be busy with something else."""
-    device, number = Timed(2.0 * SAVED, 2.0 * SAVED), 0
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, _ = make("Schedule1F1B", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64)
+    schedule, _, device, handle = offloaded("Schedule1F1B", 2.0 * SAVED, memory=None)
+    number = 0
     device.slow = lambda: 1.03 if number == slow else 1.0
     for number in range(MEASURED + TRIAL + 1):  # noqa: B007 - read above
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
     assert not handle.settling
-    assert handle.plan is not None
     assert handle.plan.transfers
     handle.remove()
 
@@ -221,22 +201,15 @@ def test_a_plan_that_costs_time_after_all():
     """
     first: list[int] = []
 
-    def offloaded(handle: PipelineHandle) -> int:
+    def nbytes() -> int:
         return 0 if handle.plan is None else handle.plan.offloaded_bytes
 
-    device = Timed(2.0 * SAVED, 2.0 * SAVED, memory=2**20)
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64)
+    schedule, _, device, handle = offloaded("ScheduleGPipe", 2.0 * SAVED)
 
     def slow() -> float:
         if len(seconds) < MEASURED:
             return 1.2
-        now = offloaded(handle)
+        now = nbytes()
         first.extend([now] if now and not first else [])
         return 1.1 if now else 1.0
 
@@ -244,16 +217,13 @@ def test_a_plan_that_costs_time_after_all():
     plans: list[int] = []
     device.slow = slow
     for _ in range(MEASURED + TRIAL + 2):
-        begun = device.main.now
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
-        seconds.append(device.main.now - begun)
-        plans.append(offloaded(handle))
+        seconds.append(step(schedule, device))
+        plans.append(nbytes())
     without = seconds[MEASURED + TRIAL - 1]
     assert plans[MEASURED] == first[0] > 0
     assert seconds[MEASURED] > 1.05 * without
     assert seconds[-1] <= 1.01 * without
     assert plans[-1] == 0
-    assert handle.plan is not None
     assert "a step took" in handle.plan.because
     assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(without)
     assert handle.report().host_bytes <= handle.plan.host_bytes + 2**21
@@ -273,7 +243,6 @@ def test_the_decision_is_logged(caplog):
 def test_recomputed_where_offloading_costs_time(name, part):
     """The link is slow; a recomputed group takes half as long again, and saves next to nothing."""
     handle, steps, _ = run(name, SAVED / 16, MEASURED + 1)
-    assert handle.plan is not None
     assert handle.plan.peak_bytes is not None
     budget = round(handle.plan.peak_bytes * part)
     handle.remove()
@@ -281,7 +250,6 @@ def test_recomputed_where_offloading_costs_time(name, part):
     for recompute in (False, "auto"):
         handle, steps, _ = run(name, SAVED / 16, 9, memory_budget=budget, recompute=recompute)
         plan = handle.plan
-        assert plan is not None
         assert plan.peak_bytes is not None
         assert bool(plan.saves) == (recompute == "auto")
         times[recompute] = steps[-1][0]
@@ -295,31 +263,22 @@ def test_recomputed_where_offloading_costs_time(name, part):
 @pytest.mark.parametrize(("name", "budget"), [("ScheduleGPipe", 12 * SAVED), (SPLIT[1], 6 * SAVED)])
 def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
     """The ways to run a group stay those that were measured, with more bytes."""
-    device = Timed(SAVED / 4, SAVED / 4, memory=2**20)
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, modules = make(name, MICROBATCHES, module=module)
+    schedule, modules, device, handle = offloaded(name, SAVED / 4, memory_budget=budget)
     blocks: list[Any] = [block for stage in modules for block in stage.children()]
-    with use(device):
-        handle = offload(schedule, min_bytes=64, memory_budget=budget)
     plans, peaks = [], []
     for number in range(16):
         if number in (10, 13):
             for block in blocks:
                 block.nbytes = block.nbytes * 5 // 4
         handle.reset_statistics()
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
         plans.append(handle.plan)
         peaks.append(handle.report().peak_bytes)
     first, second, third = (plans[number] for number in (9, 11, 14))
     # A step shows that groups that are offloaded have grown, the next one shows those that are kept.
     assert plans == [*plans[:9], first, first, second, second, second, third, third]
     for plan, peak in ((first, peaks[9]), (second, peaks[12]), (third, peaks[15])):
-        assert plan is not None
         assert plan.saves
-        assert plan.peak_bytes is not None
         assert peak <= plan.peak_bytes <= budget
     assert first != second != third
     handle.remove()
@@ -344,25 +303,17 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("recompute", ["auto", False])
 def test_steps_that_skip_a_group(first, times, recompute):
     """While steps are measured, while a plan is tried, and later."""
-    device = Timed(SAVED / 8, SAVED / 8, memory=2**20)
-    modules: list[Skipping] = []
-
-    def module(stage: int) -> nn.Module:
-        modules.append(Skipping(device))
-        return modules[-1]
-
-    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, memory_budget=10 * SAVED, recompute=recompute)
+    schedule, modules, device, handle = offloaded(
+        "ScheduleGPipe", SAVED / 8, Skipping, memory_budget=10 * SAVED, recompute=recompute
+    )
     for number in range(24):
         for each in modules:
             each.skipped = {1} if first <= number < first + times else set()
         handle.reset_statistics()
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
         report = handle.report()
         assert report.chunks in (MICROBATCHES * BLOCKS, MICROBATCHES * (BLOCKS - 1))
     assert not handle.settling
-    assert handle.plan is not None
     assert handle.plan.transfers or handle.plan.saves
     assert report.peak_bytes <= 10 * SAVED
     handle.remove()
@@ -371,49 +322,12 @@ def test_steps_that_skip_a_group(first, times, recompute):
 @pytest.mark.parametrize("first", range(1, 6))
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 def test_a_stage_that_runs_none_of_its_groups(name, first):
-    device = Timed(SAVED, SAVED, memory=2**20)
-    modules: list[Skipping] = []
-
-    def module(stage: int) -> nn.Module:
-        modules.append(Skipping(device))
-        return modules[-1]
-
-    schedule, _ = make(name, MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, layers="blocks")
+    schedule, modules, device, handle = offloaded(name, SAVED, Skipping, layers="blocks")
     for number in range(14):
         modules[1].skipped = set(range(BLOCKS)) if number == first else set()
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        step(schedule, device)
     assert not handle.settling
     assert handle.report().chunks == 2 * MICROBATCHES * BLOCKS
-    handle.remove()
-
-
-class Talking(TimedBlock):
-    """A block that communicates with ranks that run copies of its stage."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = super().forward(x)
-        dist.all_reduce(found.detach().clone())
-        return found
-
-
-def test_groups_that_communicate_do_so_once(monkeypatch):
-    """Another pipeline may keep them, and would not take part in the collective."""
-    found, _, _ = run("ScheduleGPipe", SAVED / 16, MEASURED + 1)
-    assert found.plan is not None
-    assert found.plan.peak_bytes is not None
-    budget = round(found.plan.peak_bytes * 0.3)
-    found.remove()
-    in_backward = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: in_backward.append(backward_id() != NO_BACKWARD))
-    monkeypatch.setattr(sys.modules[__name__], "TimedBlock", Talking)
-    handle, steps, _ = run("ScheduleGPipe", SAVED / 16, 9, memory_budget=budget)
-    assert handle.plan is not None
-    assert handle.plan.saves
-    assert in_backward
-    assert not any(in_backward)
-    assert all(peak <= budget for _, peak in steps)
     handle.remove()
 
 
@@ -435,20 +349,16 @@ class Stopping(nn.Sequential):
 
 def test_exceptions_while_steps_are_measured():
     """The steps that recompute come later then; groups are recomputed all the same."""
-    device = Timed(SAVED / 16, SAVED / 16, memory=2**20)
 
-    def module(stage: int) -> nn.Module:
-        return Stopping(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+    def stage(device: Timed) -> nn.Module:
+        return Stopping(*timed(device))
 
-    schedule, (blocks,) = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, memory_budget=8 * SAVED)
-    for step in range(1, 16):
-        blocks.stops = step in (2, 3, 4)
+    schedule, (blocks,), device, handle = offloaded("ScheduleGPipe", SAVED / 16, stage, memory_budget=8 * SAVED)
+    for number in range(1, 16):
+        blocks.stops = number in (2, 3, 4)
         with pytest.raises(RuntimeError, match="failed to run forward") if blocks.stops else nullcontext():
-            schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+            step(schedule, device)
     assert not handle.settling
-    assert handle.plan is not None
     assert handle.plan.saves
     assert handle.report().peak_bytes <= 8 * SAVED
     handle.remove()
@@ -477,7 +387,6 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
         handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(0.8 * BLOCKS * block_bytes()))
     got = train(schedule, modules, 9)
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    assert handle.plan is not None
     assert handle.plan.saves
     statistics = handle.statistics()
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
@@ -500,20 +409,12 @@ class Around(nn.Module):
 
 def test_groups_without_backward_have_no_time():
     """The others keep the times that were measured; they are not those of a step in which nothing was measured."""
-    device = Timed(2.0 * SAVED, 2.0 * SAVED, memory=2**20)
 
-    def module(stage: int) -> nn.Module:
+    def stage(device: Timed) -> nn.Module:
         return nn.Sequential(*(Around(TimedBlock(device, 0.25, 0.5, SAVED)) for _ in range(BLOCKS)))
 
-    schedule, _ = make("Schedule1F1B", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, layers=["?", "*.inner"])
-    seconds = []
-    for _ in range(MEASURED + 2):
-        begun = device.main.now
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
-        seconds.append(device.main.now - begun)
-    assert handle.plan is not None
+    schedule, _, device, handle = offloaded("Schedule1F1B", 2.0 * SAVED, stage, layers=["?", "*.inner"])
+    seconds = [step(schedule, device) for _ in range(MEASURED + 2)]
     assert len(handle.plan.names[0]) > BLOCKS  # with the parts that save nothing
     assert handle.plan.baseline_seconds == pytest.approx(seconds[MEASURED - 1])
     assert seconds[-1] == pytest.approx(handle.plan.seconds)
@@ -522,24 +423,15 @@ def test_groups_without_backward_have_no_time():
 
 def test_a_new_plan_that_cannot_be_made(monkeypatch):
     """The other ranks wait for this one, so it goes on with the plan that it has."""
-    device = Timed(SAVED / 2, SAVED / 2, memory=2**20)
-    modules: list[Skipping] = []
-
-    def module(stage: int) -> nn.Module:
-        modules.append(Skipping(device))
-        return modules[-1]
 
     def refuse(*arguments: object) -> None:
         raise ValueError("no plan")
 
-    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64)
+    schedule, modules, device, handle = offloaded("ScheduleGPipe", SAVED / 2, Skipping)
 
     def steps(count: int) -> None:
-        x = torch.ones(4 * MICROBATCHES)
         for _ in range(count):
-            schedule.step(x, target=x)
+            step(schedule, device)
 
     steps(10)
     before = handle.plan
@@ -561,27 +453,17 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
 @pytest.mark.parametrize("link", [SAVED / 4, 2 * SAVED], ids=["a plan that costs time", "one that should be free"])
 def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
     """Compute takes half as long again in steps that copy, which no measured group shows."""
-    device = Timed(link, link, memory=2**20)
-
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
-
-    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=64, memory_budget=(6 if link < SAVED else 10) * SAVED)
+    schedule, _, device, handle = offloaded("ScheduleGPipe", link, memory_budget=(6 if link < SAVED else 10) * SAVED)
     device.slow = lambda: 1.5 if handle.plan is not None and handle.plan.transfers else 1.0
     tried, seconds = [], []
     for _ in range(20):
-        begun = device.main.now
-        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
-        seconds.append(device.main.now - begun)
+        seconds.append(step(schedule, device))
         tried.append(handle.plan is not None and bool(handle.plan.transfers))
         if not handle.settling:
             break
-    schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+    step(schedule, device)
     assert len(seconds) == 8 + 1  # two with and two without recomputation, two of each plan; the next one has the plan
     assert any(tried)
-    assert handle.plan is not None
     assert not handle.plan.transfers
     assert handle.plan.saves == {0: (None, (), (), ())}  # the first group saves nothing
     assert handle.plan.because.startswith("Every group is recomputed: a step takes")

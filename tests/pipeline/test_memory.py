@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_programs import SPLIT, alone, make
+from pipeline_programs import SPLIT, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,10 +19,7 @@ LINK = 5e7  # bytes per second: a block saves half a megabyte in 10 ms
 STEPS = 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Compute(torch.autograd.Function):
@@ -102,15 +98,11 @@ def run(
 def test_predicted_peaks_are_the_real_ones(name):
     """Not twice what a plan counts by itself: boundaries, gradients, and what is recomputed in a group."""
     handle = run(name, ours={})[2]
-    assert handle is not None
     handle.remove()
     _, most, _, _ = run(name, 2)
     # One stage with two groups cannot do with four fifths.
     for budget in (None, most * 5 // 6 if name == "Schedule1F1B" else most * 4 // 5):
         _, peak, handle, _ = run(name, ours={"memory_budget": budget})
-        assert handle is not None
-        assert handle.plan is not None
-        assert handle.plan.peak_bytes is not None
         assert peak <= handle.plan.peak_bytes <= (1.1 if name in SPLIT else 1.06) * peak
         assert budget is None or peak <= budget
         handle.remove()
@@ -122,7 +114,6 @@ def test_never_slower_than_checkpointing_at_its_memory(name):
     seconds, most, _, _ = run(name, 2, checkpointed=True)
     for link in (LINK, LINK / 20):
         ours, peak, handle, _ = run(name, link=link, ours={"memory_budget": round(1.03 * most)})
-        assert handle is not None
         assert not handle.settling
         assert peak <= 1.03 * most
         assert ours <= seconds

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import BLOCKS, WIDTH, Block, alone, held, make, offloaded, same, train
+from pipeline_programs import BLOCKS, WIDTH, Block, held, make, offloaded, same, train
 from torch import nn
 from torch.distributed import pipelining
 
@@ -18,10 +17,7 @@ from actoffload import PipelineHandle
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class StoppedError(Exception):
@@ -123,7 +119,6 @@ def test_another_number_of_microbatches():
         schedule._stage_forward_initialized = schedule._stage_backward_initialized = False  # buffers for all of them
         got = train(schedule, modules, 3, number, lambda k, rows=rows: rows.append(handle.report()))
         assert same(want, got)
-        assert handle.plan is not None
         assert len(handle.plan.order) == 2 * number
         handle.reset_statistics()
         train(schedule, modules, 1, number)
@@ -146,9 +141,7 @@ def test_larger_microbatches():
     want = train(*make(ZERO_BUBBLE), 3, rows=24)
     got = train(schedule, modules, 3, rows=24)
     assert same(want, got)
-    assert before is not None
     assert before.peak_bytes is not None
-    assert handle.plan is not None
     assert handle.plan.offloaded_bytes == 3 * before.offloaded_bytes
     assert handle.plan.peak_bytes == 3 * before.peak_bytes
     assert handle.report().boundary_bytes == 2 * 24 * WIDTH * 4  # of float32, on two stages
@@ -172,12 +165,10 @@ def test_larger_outputs():
     handle = offloaded(schedule)
     train(schedule, [blocks], 2)
     before, output = handle.plan, 8 * WIDTH * 4
-    assert before is not None
     assert before.peak_bytes is not None
     assert handle.report().boundary_bytes == output
     blocks.times = 3
     train(schedule, [blocks], 1)
-    assert handle.plan is not None
     assert handle.plan.peak_bytes == before.peak_bytes + 4 * 2 * output  # four microbatches are in flight
     assert handle.report().boundary_bytes == 3 * output
     plan = handle.plan
@@ -278,7 +269,6 @@ def test_a_plan_counts_what_is_not_in_groups(chosen):
     handle = offloaded(schedule, **chosen)
     train(schedule, modules)
     report, plan = handle.report(), handle.plan
-    assert plan is not None
     assert plan.peak_bytes is not None
     assert report.expected_bytes is not None
     assert report.expected_bytes < report.peak_bytes <= plan.peak_bytes
@@ -325,7 +315,6 @@ def test_removed_in_the_middle():
     with offloaded(schedule) as again:
         train(schedule, modules, 2)
         assert PipelineHandle.of(schedule) is not None
-        assert again.plan is not None
         assert again.plan.offloaded_bytes
     assert PipelineHandle.of(schedule) is None
 
