@@ -1,4 +1,4 @@
-"""The costs that are measured in the first steps: rates of copies, when storages are saved and needed, memory."""
+"""The costs that are measured in the first steps: rates of copies, times of the host, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actoffload.device import ReferenceDevice
 from actoffload.model.tuning import script
 from actoffload.schedule import LayerCost, Link, Saved
 from actoffload.schedule.timeline import Kind
-from actoffload.tune.costs import measured_link, steady, without_hooks
+from actoffload.tune.costs import measured_link, without_hooks
 from actoffload.tune.meter import Copy
 
 MIB = 2**20
@@ -87,29 +87,6 @@ def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reaso
     found = without_hooks(costs, meter, [int, int, int, str], 0.5)
     assert [of.host_forward for of in found] == [4.0, 4.0, 4.0, 69.0]
     assert [of.host_backward for of in found] == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_interruptions_of_groups_of_one_kind_do_not_count():
-    costs = [LayerCost(1.0, 2.0, gap_forward=0.1, gap_backward=0.2)] * 5
-    costs[0] = LayerCost(1.2, 2.0, gap_forward=9.0, gap_backward=8.0)
-    costs[2] = LayerCost(3.0, 2.5, gap_forward=7.0, gap_backward=0.2)
-    costs[4] = LayerCost(1.0, 9.0, gap_forward=0.1, gap_backward=6.0)
-    found = steady(costs, [int] * 5)
-    assert [of.forward for of in found] == [1.2, 1.0, 1.0, 1.0, 1.0]
-    assert [of.backward for of in found] == [2.0, 2.0, 2.5, 2.0, 2.0]
-    assert [of.gap_forward for of in found] == [9.0, 0.1, 0.1, 0.1, 0.1], "the first begins with the input"
-    assert [of.gap_backward for of in found] == [0.2, 0.2, 0.2, 0.2, 6.0], "the last begins with the loss"
-    assert steady(costs, [int, str, int, str, bytes]) == costs, "of a kind there must be three"
-
-
-def test_when_storages_are_saved_and_needed(monkeypatch):
-    device = Timed(1e7, 1e7, memory=20 * MIB)
-    device.behind = False
-    layers, _ = costs(monkeypatch, device, TimedModel(device))
-    for layer in layers:  # the last two were not offloaded, and are like the others
-        # Each is copied when the next one is saved, because its operator may have written it until then.
-        assert [saved.saved_at for saved in layer.saved] == pytest.approx([0.5, 0.75, 1.0, 1.0])
-        assert [saved.needed_at for saved in layer.saved] == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 
 @pytest.mark.parametrize("memory", [2**40, 26 * MIB])

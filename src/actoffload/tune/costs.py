@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import inf
-from statistics import median
 
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
@@ -24,18 +22,12 @@ __all__ = [
     "measured_link",
     "scaled_cost",
     "stage_cost",
-    "steady",
     "without_hooks",
 ]
 
 
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
-INTERRUPTED, MOMENT = 1.5, 1e-3
-"""Times the usual time and seconds beyond which a group was interrupted."""
-
-
-_TIMES = "forward", "backward", "gap_forward", "gap_backward"  # of the device
 
 
 def measured_link(meter: Meter) -> Link | None:
@@ -99,18 +91,14 @@ def layer_costs(
 
     Notes
     -----
-    When storages that were not offloaded are saved and needed is taken from a group that saves as many bytes.  Where
-    there is none, they count as needed when backward starts.  A group that has no backward, because its weights and
-    inputs need no gradients, takes no time in it.
+    A group that has no backward, because its weights and inputs need no gradients, takes no time in it.
     """
-    moments = meter.moments()
     times = meter.times()[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
     other = {
         (border.kind, border.layer, border.ends): (border.other_bytes + more, border.temporary)
         for border in meter.borders
     }
-    alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
     groups = range(len(sizes))
     forwards = spans(times, Kind.FORWARD, groups, 0.0)
     turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
@@ -118,12 +106,6 @@ def layer_costs(
     costs = []
     for k in groups:
         (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
-        if k in compiled:
-            saved = [Saved(max(nbytes, 1)) for nbytes in sizes[k]]
-        else:
-            like = k if (Kind.BACKWARD, k) in moments else alike.get(tuple(sorted(sizes[k])), k)
-            saves, uses = (moments.get((kind, like), ()) for kind in (Kind.FORWARD, Kind.BACKWARD))
-            saved = _saved(sizes[like], saves, uses)
         borders = [(kind, k, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
         least = min((other[border][0] for border in borders if border in other), default=0)
         levels, temporaries = zip(*(other.get(border, (least, 0)) for border in borders), strict=True)
@@ -131,7 +113,7 @@ def layer_costs(
             LayerCost(
                 forward,
                 backward,
-                tuple(saved),
+                tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else _evenly(sizes[k]),
                 gap_forward=gap_forward,
                 gap_backward=gap_backward,
                 other_bytes=levels,
@@ -196,53 +178,6 @@ def without_hooks(
         replace(cost, host_forward=work(Kind.FORWARD, k), host_backward=work(Kind.BACKWARD, k))
         for k, cost in enumerate(costs)
     ]
-
-
-def steady(costs: Sequence[LayerCost], kinds: Sequence[Hashable]) -> list[LayerCost]:
-    """Return costs without interruptions: groups of one kind, if there are three or more, take about as long.
-
-    A pass is measured once, and the program or the system may interrupt it.
-    """
-    usual = dict[tuple[Hashable, str], float]()
-    for kind in set(kinds):
-        alike = [cost for cost, each in zip(costs, kinds, strict=True) if each == kind]
-        for name in _TIMES:
-            usual[kind, name] = median(getattr(cost, name) for cost in alike) if len(alike) >= 3 else inf
-
-    def seconds(k: int, name: str) -> float:
-        own: float = getattr(costs[k], name)
-        edge = (name, k) in (("gap_forward", 0), ("gap_backward", len(costs) - 1))  # input and loss
-        middle = usual[kinds[k], name]
-        return own if edge or own <= INTERRUPTED * middle + MOMENT else middle
-
-    return [
-        replace(
-            cost,
-            forward=seconds(k, "forward"),
-            backward=seconds(k, "backward"),
-            gap_forward=seconds(k, "gap_forward"),
-            gap_backward=seconds(k, "gap_backward"),
-        )
-        for k, cost in enumerate(costs)
-    ]
-
-
-def _saved(sizes: Sequence[int], saves: Iterable[tuple[int, float]], uses: Iterable[tuple[int, float]]) -> list[Saved]:
-    """Return the storages of a group with the moments at which they are saved and needed.
-
-    Storages are told apart by their sizes; of equal ones backward needs the one first that was saved last.
-    """
-    saved_at, needed_at = defaultdict[int, deque[float]](deque), defaultdict[int, deque[float]](deque)
-    for found, moments in (saved_at, saves), (needed_at, uses):
-        for nbytes, moment in moments:
-            found[nbytes].append(moment)
-    at = [saved_at[n].popleft() if saved_at[n] else (j + 1) / len(sizes) for j, n in enumerate(sizes)]
-    saved = [
-        Saved(max(n, 1), moment, needed_at[n].popleft() if needed_at[n] else 0.0)
-        for n, moment in zip(reversed(sizes), reversed(at), strict=True)
-    ]
-    saved.reverse()
-    return sorted(saved, key=lambda each: each.saved_at)
 
 
 # Pipelines

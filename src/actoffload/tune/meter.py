@@ -61,8 +61,6 @@ class _Transfer:
     """A copy, or a wait for one, between two events of its stream."""
 
     kind: Kind
-    layer: int
-    at: StreamEvent  # of compute, where it was queued
     begun: StreamEvent
     ended: StreamEvent
     nbytes: int
@@ -138,11 +136,10 @@ class Meter(TimelineRecorder):
         backend = self._backend
         now = backend.host_time()
         begun = backend.record_timed(stream)
-        at = backend.record_timed(current_stream(backend)) if kind is Kind.D2H else begun
         self._spent += backend.host_time() - now
         yield
         now = backend.host_time()
-        self._transfers.append(_Transfer(kind, layer, at, begun, backend.record_timed(stream), nbytes))
+        self._transfers.append(_Transfer(kind, begun, backend.record_timed(stream), nbytes))
         self._spent += backend.host_time() - now
 
     def step_of(self, owner: Pass) -> Hashable:
@@ -160,7 +157,7 @@ class Meter(TimelineRecorder):
             return
         self._noted.add(border)
         if not ends and self.keeps_busy:
-            self._let_host_ahead(layer)
+            self._let_host_ahead()
         event = self._backend.record_timed(current_stream(self._backend))
         now = self._backend.host_time()
         host = now - self._spent
@@ -178,7 +175,7 @@ class Meter(TimelineRecorder):
         assert isinstance(owner, Pass)
         return max(self._allocated - _on_device(owner), 0) if self._allocated else 0
 
-    def _let_host_ahead(self, layer: int) -> None:
+    def _let_host_ahead(self) -> None:
         """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
         backend, now = self._backend, self._backend.host_time()
         stream = current_stream(backend)
@@ -186,7 +183,7 @@ class Meter(TimelineRecorder):
         if self._start is not None and backend.passed(self._start[0]):
             backend.occupy(min(2 * (now - self._start[1]), LONGEST))
             ended = backend.record_timed(stream)
-            self._transfers.append(_Transfer(Kind.STALL, layer, begun, begun, ended, 0))
+            self._transfers.append(_Transfer(Kind.STALL, begun, ended, 0))
         self._start = ended, now
 
     def _sample(self) -> tuple[int, int]:
@@ -241,23 +238,6 @@ class Meter(TimelineRecorder):
         return sorted(
             Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
         )
-
-    def moments(self) -> dict[tuple[Kind, int], list[tuple[int, float]]]:
-        """Return when storages were saved in the forward, and first used in the backward, of each group.
-
-        Each has its bytes, and the moment as a fraction of the group's compute time.
-        """
-        device, stalled = self.times()[PASS], self._stalls()
-        found: dict[tuple[Kind, int], list[tuple[int, float]]] = {}
-        for transfer in self._transfers:
-            kind = {Kind.D2H: Kind.FORWARD, Kind.STALL: Kind.BACKWARD}.get(transfer.kind)
-            if kind is None or not transfer.nbytes or (kind, transfer.layer, True) not in device:
-                continue
-            start, end = device[kind, transfer.layer, False], device[kind, transfer.layer, True]
-            now = self._backend.elapsed(self.borders[0].event, transfer.at)
-            part = (now - stalled(now) - start) / (end - start) if end > start else 0.0
-            found.setdefault((kind, transfer.layer), []).append((transfer.nbytes, min(max(part, 0.0), 1.0)))
-        return found
 
 
 class Span(NamedTuple):

@@ -35,7 +35,7 @@ from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
+from ...tune.costs import gradient_bytes, layer_costs, measured_link, without_hooks
 from ...tune.trials import Trial, try_plans
 from ..follow import FollowedModule
 from ..reporting import group_names
@@ -239,9 +239,8 @@ class Script:
             for key, sizes in zip(sequence, lean.sizes, strict=True)
         ]
         assert lean.meter is not None
-        costs = without_hooks(
-            steady(layer_costs(lean.meter, lean.sizes, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS
-        )
+        measured = layer_costs(lean.meter, lean.sizes, compiled, allocated)
+        costs = without_hooks(measured, lean.meter, kinds, HOST_SECONDS)
         compiled_costs = self._compiled_costs((*traced, lean), allocated)
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
