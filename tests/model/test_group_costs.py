@@ -170,7 +170,7 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
     want = ["FIRST", "LEAN", "PLAN"] if alike else ["FIRST", "PLAIN", "LEAN", "PLAN"]
     assert seen[: len(want) + 1] == [*want, ""]
     assert all(cost.unpacks_at_once for each in found for cost in each)
-    ways = handle._tracker.steering.costs().choose.args[1]
+    ways = handle._tracker.steering.costs().ways
     assert [len(each) for each in ways] == [2] * 6
     assert all(again.cost.nbytes < plain.cost.nbytes for plain, again in ways)
     handle.remove()

@@ -20,7 +20,7 @@ from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision
 from actoffload.pipeline.planning import Measured, Settings, Tried
-from actoffload.planner import OperatorCost, Variant, choose
+from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 from actoffload.tune.exchange import Exchange, LostRankError, UnreadableError, read, written
@@ -50,6 +50,7 @@ EXAMPLES = [
     {frozenset({1, 2}): {3}},
     (Step(0, Computation.BACKWARD_WEIGHT, 2),),
     Decision(Stage.LEAN, Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
+    Decision(None, Findings(names=("a", "b"), ways=[(VARIANT,), (VARIANT, VARIANT)], link=LINK, host_limit=0)),
     Room(None, Peak(5)),
     Room(7, Peak(5), Link(2.0, 3.0)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
@@ -62,7 +63,6 @@ EXAMPLES = [
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),
     Tried(0.1 + 0.2, None),
-    {"group": (OperatorCost("aten.mm.default#0", 0.1, (4, 5), reads=(1,)),)},
 ]
 
 
@@ -77,16 +77,6 @@ def test_a_message_is_read_as_it_was_written(message: Any):
 def test_floats_keep_all_bits(number: float):
     found = read(written(number))
     assert math.isnan(number) if math.isnan(found) else struct.pack("d", found) == struct.pack("d", number)
-
-
-def test_the_function_that_plans():
-    found = read(
-        written(Findings(choose=partial(choose, ["a", "b"], [(VARIANT,), (VARIANT,)], LINK, limit=3, among=())))
-    )
-    assert isinstance(found.choose, partial)
-    assert found.choose.func is choose
-    assert found.choose.args == (["a", "b"], [(VARIANT,), (VARIANT,)], LINK)
-    assert found.choose.keywords == {"limit": 3, "among": ()}
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators
     assert not handle.settling
     assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
-    _, ways, _ = handle._tracker.steering.found.choose.args
+    ways = handle._tracker.steering.found.ways
     assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
     handle.remove()
 
@@ -173,7 +173,7 @@ def test_what_is_expected_of_each_way_is_what_it_saves():
     model.blocks = nn.ModuleList([Returning() for _ in model.blocks])
     handle = offload(model, device, memory_budget=18 * MIB, min_bytes=2**16)
     stages(handle, lambda: step(model), 8)
-    _, (_, _, ways, *_), _ = handle._tracker.steering.found.choose.args
+    ways = handle._tracker.steering.found.ways[2]
     handle.remove()
     ways = [way for way in ways if way.saves is not None]
     returned = "actoffload_tests.work.default#3"

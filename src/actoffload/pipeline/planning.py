@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .._text import milliseconds, size
-from ..planner import OperatorCost, Variant, plan_pipeline
+from ..planner import Variant, plan_pipeline
 from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
@@ -86,7 +86,7 @@ class Tried:
     peak: int = 0  # bytes of device memory in the steps with the plan; 0 if not known
 
 
-register(Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant, OperatorCost)
+register(Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
 
 
 def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | None:

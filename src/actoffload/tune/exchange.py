@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import partial
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -46,7 +45,6 @@ __all__ = [
 ]
 
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
-_functions: dict[str, Callable[..., Any]] = {}  # of which a message may have a `partial`
 _containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -54,10 +52,9 @@ class UnreadableError(Exception):
     """A message is none that a rank of this version posts."""
 
 
-def register(*kinds: type, functions: tuple[Callable[..., Any], ...] = ()) -> None:
-    """Let messages have objects of some classes, and `partial` objects of some functions."""
+def register(*kinds: type) -> None:
+    """Let messages have objects of some classes."""
     _kinds.update({kind.__name__: kind for kind in kinds})
-    _functions.update({function.__name__: function for function in functions})
 
 
 def written(message: Any) -> bytes:
@@ -86,11 +83,6 @@ def _plain(value: Any) -> Any:
         return {_known(value): value.name}
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, partial):
-        function = value.func
-        if _functions.get(function.__name__) is not function:
-            raise TypeError(f"{function.__name__} is not registered for messages.")
-        return {"partial": [function.__name__, _plain(value.args), _plain(value.keywords)]}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {_known(value): {name: _plain(item) for name, item in value._asdict().items()}}
     if is_dataclass(value):
@@ -124,9 +116,6 @@ def _made(plain: Any) -> Any:
         return _containers[name](_made(content))
     if name == "dict":
         return {_made(key): _made(item) for key, item in content}
-    if name == "partial":
-        function, arguments, keywords = content
-        return partial(_functions[function], *_made(arguments), **_made(keywords))
     kind = _kinds[name]
     if issubclass(kind, enum.Enum):
         return kind[content]

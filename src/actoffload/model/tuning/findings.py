@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..._text import milliseconds, size
 from ...device.base import usable
+from ...planner import Variant, choose, frontier
 from ...schedule.costs import Link
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
@@ -23,6 +24,10 @@ MORE = 0.005  # part of the limit: less additional memory before a pass changes 
 LARGEST = 2**20  # times the measured inputs that are looked at
 ROUNDING = 0.01  # part of the limit that is left free with inputs of another size
 SMALLER = 0.9  # of a peak: the next choice that a report names
+HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
+NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -154,8 +159,6 @@ class Findings:
         Of a pass in which everything is kept, as it is expected or was measured.
     host_bytes : int, optional
         Bytes to which the host memory is reduced at the start of this pass.
-    planning : float
-        Seconds that planning took.
     excess : int
         Bytes by which passes took more memory than the costs of groups add up to.
     tokens : int
@@ -168,8 +171,14 @@ class Findings:
         Seconds of a pass before its first group and behind its last one.
     pace : float
         Measured seconds of a pass with the plan, by the seconds that were expected.
-    choose, search_frontier : partial, optional
-        The functions of the planner, with the costs that were measured.
+    names : tuple of str
+        The groups, in execution order.
+    ways : sequence of tuple of Variant
+        The measured ways to run each group, the first of them without replay; empty if they are not known.
+    link : Link, optional
+        With all ranks copying; None if nothing can be offloaded.
+    host_limit : int, optional
+        Bytes of host memory that a pass may take.
     """
 
     plan: Plan | None = None
@@ -182,7 +191,6 @@ class Findings:
     more: int = 0
     bare: Peak = field(default_factory=Peak)
     host_bytes: int | None = None
-    planning: float = 0.0
     excess: int = 0
     tokens: int = 0
     gradients: tuple[tuple[int, ...], ...] = ()
@@ -191,14 +199,16 @@ class Findings:
     budget: int | None = None
     outside: float = 0.0
     pace: float = 1.0
-    choose: partial[Plan] | None = None
-    search_frontier: partial[tuple[Plan, ...]] | None = None
+    names: tuple[str, ...] = ()
+    ways: Sequence[tuple[Variant, ...]] = ()
+    link: Link | None = None
+    host_limit: int | None = None
     _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def chosen(self, **changes: Any) -> Plan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
-        assert self.choose is not None
-        plan = self.expected(self.choose(**{"excess": self.excess, **changes}))
+        known = {"limit": self.limit, "without_bytes": self.bare.nbytes or None, "excess": self.excess}
+        plan = self.expected(self._planned(choose, **{**known, **changes}))
         if not (self.reserve and plan.because):
             return plan
         more = f"Another rank takes {size(self.reserve)} more than the one that decides."
@@ -214,8 +224,14 @@ class Findings:
         return replace(plan, seconds=self.pace * seconds, baseline_seconds=self.pace * baseline)
 
     def frontier(self) -> tuple[Plan, ...]:
-        """Return the plans that are worth having; none if the costs are not known."""
-        return () if self.search_frontier is None else tuple(map(self.expected, self.search_frontier()))
+        """Return the plans that are worth having."""
+        return tuple(map(self.expected, self._planned(frontier)))
+
+    def _planned(self, search: Callable[..., T], **changes: Any) -> T:
+        """Return what a function of the planner finds by the costs that were measured."""
+        among = None if self.link else ()
+        known = {"host_seconds": HOST_SECONDS, "among": among, "host_limit": self.host_limit}
+        return search(self.names, self.ways, self.link or NO_LINK, **{**known, **changes})
 
     def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None) -> Fit:
         """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
@@ -243,13 +259,13 @@ class Findings:
         def fits(tokens: int) -> bool:
             """Return whether inputs fit in the first pass, with the leanest plan and one tensor that is proven."""
             scaled = self._scaled_to(tokens)
-            assert scaled.choose is not None
-            _, ways, link = scaled.choose.args
-            saves = lean.saves or (None,) * len(ways)
-            chosen = zip(ways, saves, strict=True)
+            saves = lean.saves or (None,) * len(scaled.ways)
+            chosen = zip(scaled.ways, saves, strict=True)
             costs = [next(way.cost for way in group if way.saves == own) for group, own in chosen]
-            largest = max((saved.nbytes for group in ways for way in group for saved in way.cost.saved), default=0)
-            peak = simulate(lean, costs, link).device_peak_bytes + scaled.excess + largest
+            largest = max(
+                (saved.nbytes for group in scaled.ways for way in group for saved in way.cost.saved), default=0
+            )
+            peak = simulate(lean, costs, scaled.link or NO_LINK).device_peak_bytes + scaled.excess + largest
             plan = replace(lean, peak_bytes=peak, nbytes=tuple(cost.nbytes for cost in costs))
             return replace(known, tokens=tokens, plan=plan, limit_bytes=_rounded(self._limit_at(tokens, limit))).fits
 
@@ -266,16 +282,13 @@ class Findings:
 
     def _scaled_to(self, tokens: int) -> Findings:
         """Return what passes with inputs of another size are expected to show."""
-        assert self.choose is not None
         factor = tokens / self.tokens
-        names, ways, link = self.choose.args
         before, scaled = self.allocated_before - self.more, []
-        for group, gradients in zip(ways, self.gradients, strict=True):
+        for group, gradients in zip(self.ways, self.gradients, strict=True):
             fixed = [before + nbytes for nbytes in gradients]
             scaled.append(tuple(way.map(partial(scaled_cost, factor=factor, fixed=fixed)) for way in group))
-        choose = partial(self.choose.func, names, scaled, link, **{**self.choose.keywords, "without_bytes": None})
         excess = math.ceil(max(factor, 1.0) * self.excess)
-        return replace(self, choose=choose, excess=excess, outside=factor * self.outside)
+        return replace(self, ways=scaled, bare=Peak(), excess=excess, outside=factor * self.outside)
 
     def _limit_at(self, tokens: int, limit: int | None = None) -> int | None:
         """Return the limit for inputs of some size: larger tensors need a larger reserve."""
@@ -294,7 +307,7 @@ class Findings:
         It is searched once for each plan.
         """
         plan = self.plan
-        if plan is None or self.choose is None or plan.peak_bytes is None or not plan.baseline_seconds:
+        if plan is None or not self.ways or plan.peak_bytes is None or not plan.baseline_seconds:
             return ""
         if self._next is None or self._next[0] is not plan:
             self._next = plan, self._cost_of_less(plan, plan.peak_bytes)
@@ -344,8 +357,6 @@ class Findings:
         number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {title}"
         again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
         line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in {passes}"
-        if self.planning:
-            line += f", planned in {milliseconds(self.planning)}"
         return f"{line}. {plan.because}" if plan.because else line
 
 

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
-from ...planner import OperatorCost, Variant, choose, frontier
+from ...planner import Variant
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.plan import Action, Do, Event, Plan, When
 from ...tune.exchange import Exchange, LostRankError, disagreement, register
@@ -49,7 +49,7 @@ class Decision:
 
 
 register(Decision, Findings, Peak, Room, Stage, Plan, Event, When, Action, Do)
-register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose, frontier))
+register(Variant, LayerCost, Saved, Link)
 
 
 def ranks_of(model: Module) -> tuple[int, ...]:

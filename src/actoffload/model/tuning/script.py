@@ -17,17 +17,17 @@ as much more.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, log2
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..._text import size
 from ..._torch.modules import is_compiled
 from ...device.base import Backend, current_stream, usable
-from ...planner import OperatorCost, Variant, choose, frontier, replay_ways
+from ...engine.engine import Engine
+from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
 from ...report.build import PassLog
@@ -39,17 +39,15 @@ from ...tune.costs import gradient_bytes, layer_costs, measured_link, without_ho
 from ...tune.trials import Trial, try_plans
 from ..follow import FollowedModule
 from ..reporting import group_names
-from .findings import Findings, Room
+from .findings import HOST_SECONDS, NO_LINK, Findings, Room
 from .metering import TRACED, Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "representatives", "room_in", "timed_operators"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
-HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 PROBE = 2**20  # bytes of a copy that measures the link
-NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
 
@@ -84,7 +82,7 @@ class Script:
 
     Parameters
     ----------
-    backend, groups, plans, log
+    engine, groups, plans, log
         Of the model.
     budget : int, optional
         Bytes of device memory that a pass may take.
@@ -96,29 +94,25 @@ class Script:
         Bytes of the room that earlier plans did not find.
     allocated : int
         Bytes that may be allocated before a pass, as far as that is known.
-    host_room : callable
-        Returns the bytes of host memory that saved tensors may use; None if that is not known.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        engine: Engine,
         groups: Sequence[FollowedModule],
         plans: GroupPlans,
         log: PassLog,
-        budget: int | None = None,
-        policies: Mapping[int, Policy] | None = None,
-        room_of_all: Callable[[Room], Room] = lambda room: room,
-        short: int = 0,
-        allocated: int = 0,
-        host_room: Callable[[], int | None] = lambda: None,
+        budget: int | None,
+        policies: Mapping[int, Policy],
+        room_of_all: Callable[[Room], Room],
+        short: int,
+        allocated: int,
     ) -> None:
-        self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
-        self._policies, self._room_of_all, self._short = policies or {}, room_of_all, short
-        self._allocated, self._host_room = allocated, host_room
-        self.found = Findings()
+        self._backend, self._host_room, self._groups, self._plans = engine.backend, engine.host_room, groups, plans
+        self._log, self._policies, self._room_of_all = log, policies, room_of_all
+        self._short, self._allocated = short, allocated
+        self.found = Findings(budget=budget)
         self._most = 0  # elements of inputs so far
-        self._link: Link | None = None  # with all ranks copying
 
     def run(self) -> Steps:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
@@ -133,7 +127,7 @@ class Script:
         for timed in (*traced, lean):
             timed.wait(self._backend)
         plan = found.plan = self._choose(traced, lean)
-        if found.limit is None or found.choose is None:
+        if found.limit is None or not found.ways:
             return plan
         return (yield from self._fitted(plan))
 
@@ -183,10 +177,9 @@ class Script:
             gradient_bytes(lean.meter, len(lean.sizes)),
         )
         found.device_bytes, found.largest = self._backend.memory_limit(), largest_tensor(lean)
-        found.budget = self._budget
-        own = room_in(lean, self._backend, self._budget).less(self._short)
+        own = room_in(lean, self._backend, found.budget).less(self._short)
         room = self._room_of_all(own)
-        self._link = room.link
+        found.link = room.link
         found.allocated_before = max(lean.meter.allocated_before, self._allocated)
         if own.limit is None or room.limit is None:
             return
@@ -198,36 +191,28 @@ class Script:
         """Plan from what was measured."""
         found = self.found
         assert lean.meter is not None
-        begun = time.perf_counter()
         names = group_names(self._groups, lean.sequence)
         if not names:
             return self._keep("No group has run.")
         found.outside = lean.outside(self._backend)
-        link = self._link or self._probed_link()
-        ways = self._ways(traced, lean)
-        # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
-        known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
+        found.link = found.link or self._probed_link()
         room = self._host_room()
         if room is not None:  # [guard: plans for the host memory that there is]
-            known["host_limit"] = room // found.in_flight
-        costs = names, ways, link or NO_LINK
+            found.host_limit = room // found.in_flight
+        found.names, found.ways = names, self._ways(traced, lean)
+        whole = [group[0].cost for group in found.ways]
         if found.limit is not None:
             # Earlier passes, whose backward is still to come, may keep everything; so far they were replayed.
-            more = sum(group[0].cost.nbytes for group in ways) - sum(map(sum, lean.sizes))
+            more = sum(cost.nbytes for cost in whole) - sum(map(sum, lean.sizes))
             found.limit = max(found.limit - lean.waiting * max(more, 0), 0)
-        kept = simulate(Plan(len(names)), [group[0].cost for group in ways], link or NO_LINK)
+        kept = simulate(Plan(len(names)), whole, found.link or NO_LINK)
         found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
-        found.choose = partial(choose, *costs, limit=found.limit, without_bytes=found.bare.nbytes, **known)
-        found.search_frontier = partial(frontier, *costs, **known)
         if found.limit is None or found.bare.nbytes <= found.limit:
-            nbytes = tuple(group[0].cost.nbytes for group in ways)
+            nbytes = tuple(cost.nbytes for cost in whole)
             plan = Plan(len(names), names=names, nbytes=nbytes, because=_fits(found.bare.nbytes, found.limit))
             plan = replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline)
-            plan = found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
-        else:
-            plan = found.chosen()
-        found.planning = time.perf_counter() - begun
-        return plan
+            return found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
+        return found.chosen()
 
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
         """Return the ways to run each group, the first of them without replay."""
@@ -340,17 +325,13 @@ class Script:
         if refused:
             # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
             held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
-            less = {"host_limit": int((1 - HOST_GAPS) * held) // found.in_flight}
-            assert found.choose is not None
-            assert found.search_frontier is not None
-            found.choose, found.search_frontier = partial(found.choose, **less), partial(found.search_frontier, **less)
+            found.host_limit = int((1 - HOST_GAPS) * held) // found.in_flight
         elif not first or not (idle(plan) or self._take_peak(plan, passes) > self._limit):
             passes.append((yield from self._pass(Stage.PLAN)))
         passes[-1].wait(self._backend)
         peak = self._take_peak(plan, passes)
-        if peak and idle(plan) and found.choose is not None:
+        if peak and idle(plan):
             found.bare = Peak(peak, found.size, found.allocated_before)
-            found.choose = partial(found.choose, without_bytes=peak)
         plan = replace(plan, peak_bytes=peak) if peak else plan
         return Trial(plan, self._seconds(passes[-1]), max(peak - self._limit, int(refused)))
 
@@ -369,23 +350,23 @@ class Script:
         The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
         """
         found, excess = self.found, math.ceil(sum(trial.over for trial in trials))
-        assert found.choose is not None
-        names, ways, link = found.choose.args
+        ways = found.ways
         last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
         if last == list(ways):
             return None
-        costs = found.choose.func(names, last, link, **{**found.choose.keywords, "excess": excess})
+        costs = replace(found, ways=last).chosen(excess=excess)
         longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
         again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
         whole = replace(
-            found.expected(costs),
+            costs,
             saves=tuple(group[-1].saves for group in ways),
             recomputed_nbytes=tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways),
             recompute_seconds=sum(max(each, 0.0) for each in again),
             baseline_seconds=plan.baseline_seconds,
             because=plan.because,
         )
-        return None if does_the_same(whole, plan) or (costs.peak_bytes or inf) > self._limit - excess else whole
+        peak = (whole.peak_bytes or inf) - found.excess
+        return None if does_the_same(whole, plan) or peak > self._limit - excess else whole
 
     def _take_peak(self, plan: Plan, passes: Sequence[TimedPass]) -> int:
         """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""

@@ -122,7 +122,7 @@ class Tuner:
         if again and self.found.limit is not None:
             room_of_all = partial(Room.less, reserve=self.found.reserve)
         script = Script(
-            self._engine.backend,
+            self._engine,
             self._groups,
             self._plans,
             self._log,
@@ -131,7 +131,6 @@ class Tuner:
             room_of_all,
             self._short,
             allocated,
-            self._engine.host_room,
         )
         steps = script.run()
         self.found, self.stage, self._steps = script.found, next(steps), steps
@@ -164,7 +163,7 @@ class Tuner:
     def costs(self) -> Findings:
         """Return what was measured for the plan."""
         chosen = self._chosen
-        if chosen is None or chosen.choose is None:
+        if chosen is None or not chosen.ways:
             yet = " yet: run steps until handle.settling is False" if self.settling else ""
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
         return chosen
@@ -291,7 +290,7 @@ class Tuner:
         # A pass that may not fit replays and offloads everything, and does not count.
         if aside or self.untimed or not fits:
             stage = Stage.FIRST
-        known = replace(self.found, choose=None, search_frontier=None)  # which are large
+        known = replace(self.found, ways=())  # which are large
         self._ranks.decide(self._number, Decision(stage, known))
         # Ranks that follow count what was decided, so that `settling` is the same in all.
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
