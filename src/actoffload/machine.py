@@ -19,6 +19,8 @@ from .schedule.costs import Link
 __all__ = ["HostMemory", "Machine", "host_memory", "measure_machine"]
 
 GIB = 2**30
+COPY = 2**28  # bytes
+WIDTH = 8192
 LLAMA_FLOP_PER_BYTE = 2500  # eager, bfloat16, with the formula of the guide
 
 
@@ -85,15 +87,8 @@ class Machine(Printable):
         )
 
 
-def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
-    """Measure this machine.
-
-    Parameters
-    ----------
-    nbytes : int
-        Bytes of each copy that is measured.
-    width : int
-        Rows and columns of the matrices that are multiplied.
+def measure_machine() -> Machine:
+    """Measure this machine: copies of 256 MiB, and products of matrices with 8192 rows and columns.
 
     Examples
     --------
@@ -108,8 +103,8 @@ def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     pin_seconds = time.perf_counter() - begun
     del pinned
-    link, both = measure_link(nbytes), _measure_both(device, nbytes)
-    matrix = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    link, both = measure_link(COPY), _measure_both(device)
+    matrix = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
     seconds = median(measure_step_times({"product": lambda: matrix @ matrix}, steps=10)["product"])
     return Machine(
         describe_device(),
@@ -117,15 +112,15 @@ def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
         device_bytes=torch.get_device_module().mem_get_info()[1],
         # The sum of both cannot be more than each direction alone allows; a little more is noise.
         link=replace(link, both=min(both, link.d2h + link.h2d)),
-        flops=2 * width**3 / seconds,
+        flops=2 * WIDTH**3 / seconds,
         pin_seconds=pin_seconds,
     )
 
 
-def _measure_both(device: torch.device, nbytes: int) -> float:
+def _measure_both(device: torch.device) -> float:
     """Return the bytes per second of copies in both directions at once, each on a stream of its own."""
-    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_device = [torch.empty(COPY, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.empty(COPY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pairs = (on_host[0], on_device[0]), (on_device[1], on_host[1])  # to, from
     streams = torch.Stream(device), torch.Stream(device)
 
@@ -138,7 +133,7 @@ def _measure_both(device: torch.device, nbytes: int) -> float:
         for stream in streams:
             torch.accelerator.current_stream().wait_stream(stream)
 
-    return 2 * nbytes / median(measure_step_times({"both": copy})["both"])
+    return 2 * COPY / median(measure_step_times({"both": copy})["both"])
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -168,23 +168,21 @@ compiler: Callable[[], Any] = _nothing if None in (_get_compiler, _set_compiler)
 """Returns what compiles the calls of this thread, as in a model that is compiled as a whole; None without one."""
 
 
-class Compiled:
-    """Calls a function whose calls are compiled in any thread, as they are where `compiler` was called.
+def compile_calls(function: Callable[..., Any], compiles: Any) -> Callable[..., Any]:
+    """Return a function whose calls are compiled in any thread by what `compiler` returned.
 
     What is recomputed in backward has to be compiled as it was in the forward, or it saves other tensors.
     """
 
-    def __init__(self, function: Callable[..., Any], compiler: Any) -> None:
-        self._function, self._compiler = function, compiler
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+    def call(*args: Any, **kwargs: Any) -> Any:
         before = compiler()
         try:
-            _set_compiler(self._compiler)
-            return self._function(*args, **kwargs)
+            _set_compiler(compiles)
+            return function(*args, **kwargs)
         finally:
             _set_compiler(before)
+
+    return call
 
 
 NOT_COMPILED = (

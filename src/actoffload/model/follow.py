@@ -50,7 +50,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch.modules import CALLS, Compiled, Follower, class_attribute, compiler, opaque
+from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, opaque
 from ..engine.passes import ModelPass
 from ..replay import Policy, Program
 from ..schedule.execution_order import GroupKey, Roles
@@ -317,7 +317,7 @@ def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
             else:
                 function: Callable[..., Any] = forward
                 if compiles is not None:
-                    function = Compiled(function, compiles)  # [guard: recomputation as it was compiled]
+                    function = compile_calls(function, compiles)  # [guard: recomputation as it was compiled]
                 result = around(function, *args, **kwargs)
             for tracker, depth in reversed(began):
                 tracker.end(depth, result)  # [guard: end of a call]
