@@ -56,20 +56,6 @@ def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
     assert [cell.strip("* ") for cell in total.split("|")[4:8]] == ["5.22 GiB", "", "", "8.01 GiB"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("aab", ["0, 1 (2 ranks)", "2"]),
-        ("abab", ["0, 2 (2 ranks)", "1, 3 (2 ranks)"]),
-        ("aabababbbaa", ["0, 1, 3 and 3 more (6 ranks)", "2, 4, 6 ... 8 (5 ranks)"]),
-    ],
-)
-def test_equal_ranks_need_not_be_neighbours(pattern, names):
-    of = {"a": report(), "b": report(host_bytes=MIB)}
-    shown = lines(str(RankReports(tuple(of[letter] for letter in pattern))))
-    assert [row[0] for row in shown[1 : 1 + len(names)]] == names
-
-
 def test_ranks_of_a_pipeline_have_columns_of_their_own():
     """Other numbers and counts of layers are one column; a cell is empty where there are no such groups, not 0."""
     first = Report((*groups("embed.conv"), *groups(*(f"layers.{k}" for k in range(6)))))

@@ -13,9 +13,15 @@ def text_of(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))
 
 
-def test_recorded_page_is_restored_and_not_executed(recorded):
-    log, warnings = recorded.build()
+def built(project) -> str:
+    """Build without a warning; return the log."""
+    log, warnings = project.build()
     assert warnings == ""
+    return log
+
+
+def test_recorded_page_is_restored_and_not_executed(recorded):
+    log = built(recorded)
     assert recorded.runs == 1
     html = recorded.html(PAGE)
     text = text_of(html)
@@ -33,8 +39,7 @@ def test_changed_text_is_shown_with_the_recorded_output(recorded):
     text = recorded.example.read_text().replace("Its text is long enough", "Its other text is long enough")
     text = text.replace("# One cell.", "# Another heading.").replace('print("output', '# Why.\nprint("output')
     recorded.example.write_text(text + "\n# %%\n# A conclusion.\n")
-    _, warnings = recorded.build()
-    assert warnings == ""
+    built(recorded)
     assert recorded.runs == 1
     page = text_of(recorded.html(PAGE))
     assert "Recorded on Imagined GPU" in page
@@ -46,8 +51,7 @@ def test_changed_text_is_shown_with_the_recorded_output(recorded):
 
 def test_changed_code_is_executed_on_the_reference_device_and_labelled(recorded):
     recorded.example.write_text(recorded.example.read_text() + "print('a new line')\n")
-    log, warnings = recorded.build()
-    assert warnings == ""
+    log = built(recorded)
     assert recorded.runs == 2
     text = text_of(recorded.html(PAGE))
     assert "Ran on the reference device" in text
@@ -66,8 +70,7 @@ def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
     assert "recording-stale" not in recorded.html(PAGE)
     (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 2\n")
     # The second build reuses the environment of the first: the text of the page is the same, its label is not.
-    log, warnings = recorded.build()
-    assert warnings == ""
+    log = built(recorded)
     assert recorded.runs == 1
     assert "from other library sources" in log
     assert "Recorded from other library sources than the present ones" in text_of(recorded.html(PAGE))
