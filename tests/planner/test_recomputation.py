@@ -205,3 +205,17 @@ def test_values_are_held_where_that_fits():
     assert not lean.holds
     assert plan.seconds < lean.seconds
     assert {each.holds for each in frontier(*known)} == {False, True}
+
+
+@pytest.mark.parametrize("eighths", range(8, 65, 4))
+def test_values_are_held_where_the_memory_is_not_worth_more(eighths):
+    """What is held takes memory in which a group could stay without being made again."""
+    plain = LayerCost.even(GIB, forward=0.010, backward=0.020)
+    again = LayerCost.even(GIB // 64, forward=0.010, backward=0.0305)
+    held = replace(again, backward=0.030, backward_temporary=GIB)
+    limit, link = eighths * GIB // 8, Link(1e9, 1e9)
+    ways = [(Variant(plain), Variant(again, (), held)), (Variant(plain), Variant(again)), (Variant(plain), Variant(held))]
+    plan, lean, all_held = (choose(names(8), [group] * 8, link, limit=limit) for group in ways)
+    assert plan.peak_bytes <= limit
+    fits = [each.seconds for each in (lean, all_held) if each.peak_bytes <= limit]
+    assert plan.seconds <= 1.021 * min(fits)

@@ -25,6 +25,7 @@ __all__ = ["choose", "frontier"]
 
 EARLY = 0.02  # of the backward, by which every reload is planned earlier than needed
 NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
+WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too
 
 LEANEST = "This is about the smallest peak that a plan reaches."
 FASTEST = "This is the fastest plan that was found with at most this peak."
@@ -182,7 +183,10 @@ def _check(
 
 
 class _Models:
-    """The searches with all that is made again held until its last use, and where nothing fits then, without that."""
+    """The searches with all that is made again held until its last use, and without.
+
+    Held values need memory in which other values could stay.  So both are searched where holding costs time.
+    """
 
     def __init__(self, names: tuple[str, ...], groups: Sequence[Sequence[Variant]], *known: Any) -> None:
         held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
@@ -199,10 +203,13 @@ class _Models:
         """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
         plan = self._found[0].best(limit)
         plan = replace(plan, holds=self._holds and bool(plan.recomputed))
-        if self._holds and (plan.peak_bytes or 0) > limit:
+        fits, held_seconds = (plan.peak_bytes or 0) <= limit, plan.seconds or 0.0
+        if self._holds and (not fits or held_seconds * (1 - WORTH) > self._found[0].baseline_seconds):
             if len(self._found) == 1:
                 self._found.append(self._lean())
-            plan = self._found[1].best(limit)
+            lean = self._found[1].best(limit)
+            if not fits or (lean.seconds or 0.0) < held_seconds * (1 - WORTH):
+                plan = lean
         return plan
 
 
