@@ -214,7 +214,11 @@ def test_values_are_held_where_the_memory_is_not_worth_more(eighths):
     again = LayerCost.even(GIB // 64, forward=0.010, backward=0.0305)
     held = replace(again, backward=0.030, backward_temporary=GIB)
     limit, link = eighths * GIB // 8, Link(1e9, 1e9)
-    ways = [(Variant(plain), Variant(again, (), held)), (Variant(plain), Variant(again)), (Variant(plain), Variant(held))]
+    ways = [
+        (Variant(plain), Variant(again, (), held)),
+        (Variant(plain), Variant(again)),
+        (Variant(plain), Variant(held)),
+    ]
     plan, lean, all_held = (choose(names(8), [group] * 8, link, limit=limit) for group in ways)
     assert plan.peak_bytes <= limit
     fits = [each.seconds for each in (lean, all_held) if each.peak_bytes <= limit]
