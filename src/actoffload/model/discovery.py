@@ -49,7 +49,6 @@ __all__ = [
     "BLOCK",
     "MODULE",
     "Measured",
-    "bypass_warning",
     "candidates",
     "choose_groups",
     "coverage",
@@ -318,7 +317,9 @@ def coverage(saved_in_groups: int, saved: int) -> float:
     return saved_in_groups / saved if saved else 1.0
 
 
-def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection[str], outside: int) -> str | None:
+def coverage_warning(
+    title: str, modules: Sequence[Measured], groups: Collection[str], outside: int, skipped: Sequence[str] = ()
+) -> str | None:
     """Return a warning if the groups that were found cover less than half of the saved bytes, else None.
 
     Parameters
@@ -331,21 +332,18 @@ def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection
         The groups of the model, as `choose_groups` returned them, with or without others.
     outside : int
         Bytes that were saved outside of all modules that were followed.
+    skipped : sequence of str
+        Blocks that were not called: the model may use them by another method.
     """
     tree = _Tree(modules)
     share = coverage(tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside)
     if share >= 0.5:
         return None
+    rest = f"The groups of this {title} cover {share:.0%} of what its forward saves. The rest is kept"
+    if skipped:
+        more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        return f"{rest}: '{skipped[0]}'{more} were not called. If the model uses them by a method, call `block(x)`."
     return (
-        f"The groups of this {title} cover {share:.0%} of what its forward saves. The rest is kept, because it is "
-        "saved outside of the calls of its modules: by the code of the model's own forward or by gradients in it."
-    )
-
-
-def bypass_warning(names: Sequence[str]) -> str:
-    """Return the warning for blocks that ran although they were never called."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"Nothing of '{names[0]}'{more} is offloaded, because the model uses it without calling its forward, as by "
-        "another method: call `block(x)`."
+        f"{rest}, because it is saved outside of the calls of its modules: by the code of the model's own forward or "
+        "by gradients in it."
     )

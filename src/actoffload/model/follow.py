@@ -123,13 +123,8 @@ class Steering(Protocol):
         """Note that the model returns `output`."""
         return
 
-    def pass_ends(
-        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
-    ) -> tuple[Steering, Callable[[], None]] | None:
-        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`.
-
-        Returns what steers from now on, and what to call when no forward is in progress; None for no change.
-        """
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`."""
 
     @property
     def settling(self) -> bool:
@@ -150,9 +145,9 @@ class Steering(Protocol):
             "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `Report`."""
-        return {}
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
+        return ""
 
 
 @dataclass(eq=False)

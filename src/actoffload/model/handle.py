@@ -38,10 +38,11 @@ from .reporting import add_planned_bytes, describe, group_names
 from .select import Names
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
-from .tuning.steering import BySchedule
+from .tuning.steering import BySchedule, Finder
 
 __all__ = ["OffloadHandle"]
 
+GUESS = "These modules may be groups: the first forward shows what each of them saves."
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 
@@ -62,13 +63,14 @@ class OffloadHandle:
         log: PassLog,
         *,
         meet: Callable[[], None] | None = None,
+        finder: Finder | None = None,
     ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(followed for followed in modules if followed.group >= 0)
         self._plans = plans
         self._engine = engine
         self._log = log
-        self._tracker = Tracker(self._modules, engine, steering, meet)
+        self._tracker = Tracker(self._modules, engine, steering, meet, finder)
         follow(self._modules, self._tracker, self)
 
     @classmethod
@@ -145,7 +147,9 @@ class OffloadHandle:
     @property
     def plan(self) -> Plan:
         """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
-        plan, replays = self._tracker.steering.plan(), self._tracker.replays
+        plan, replays, finder = self._tracker.steering.plan(), self._tracker.replays, self._tracker.finder
+        if finder is not None and finder.guesses:
+            plan = replace(plan, because=f"{GUESS} {plan.because}".rstrip())
         refused = replays.refused()
         if not refused:
             return plan
@@ -330,7 +334,7 @@ class OffloadHandle:
             samples=replays.alarm.samples,
             refused=replays.refused(),
             times=self._engine.backend.times,
-            **self._tracker.steering.facts(),
+            next_choice=self._tracker.steering.next_choice(),
         )
 
 

@@ -129,9 +129,8 @@ def offload(
             policies={} if always else policies,
             ranks=ranks,
         )
-    if searching:
-        steering = Finder(groups, plans, log, weakref.ref(module), steering, guessed=guessed)
-    handle = OffloadHandle(modules, plans, engine, steering, log, meet=ranks.meet)
+    finder = Finder(groups, plans, log, weakref.ref(module), guesses=guessed) if searching else None
+    handle = OffloadHandle(modules, plans, engine, steering, log, meet=ranks.meet, finder=finder)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -130,7 +130,7 @@ def _lines(
 
     # What would help
     yield "What would help:"
-    next_choice = steering.facts().get("next_choice", "")
+    next_choice = steering.next_choice()
     if next_choice:
         yield f"- {next_choice}"
     elif parts[in_groups] >= LARGE * used and not plan.recomputed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -39,9 +40,11 @@ from .follow import (
     PassSettings,
     Steering,
     lost_modules,
+    unfollow,
 )
 from .replays import Begun, Replays
 from .reporting import explain
+from .tuning.steering import Finder
 
 __all__ = ["Call", "ThreadState", "Tracker"]
 
@@ -67,6 +70,7 @@ class ThreadState(threading.local):
         self.scoped = False  # they are installed in groups that are offloaded
         self.settings = PassSettings(Mode.IDLE)
         self.idle = False  # a forward runs that is not followed
+        self.finds = False  # the groups are found in the pass
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
         self.packer = Packer()
@@ -86,7 +90,8 @@ IN_BACKWARD = (
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    The model is the first of the modules.  `meet` is called once, before the first forward.
+    The model is the first of the modules.  `meet` is called once, before the first forward.  A `finder` chooses the
+    groups in the first forward of the model.
     """
 
     def __init__(
@@ -95,10 +100,11 @@ class Tracker:
         engine: Engine,
         steering: Steering,
         meet: Callable[[], None] | None = None,
+        finder: Finder | None = None,
     ) -> None:
         self._modules = modules
         self._engine = engine
-        self.steering = steering
+        self.steering, self.finder = steering, finder
         self._meet = meet
         self._thread = ThreadState()
         self.warned: list[str] = []
@@ -164,7 +170,12 @@ class Tracker:
             thread.current = None
             self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             current = None
-        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
+        busy = bool(self._running)
+        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=busy)
+        # Groups that are called alone show nothing of the model.
+        thread.finds = self.finder is not None and not (alone or busy)
+        if self.finder is not None and thread.finds:
+            settings = self.finder.settings(settings)
         if settings.mode is Mode.IDLE:
             thread.calls.append(Call(followed))
             thread.idle = True
@@ -379,11 +390,12 @@ class Tracker:
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
             sequence = tuple(current.order.started)
-            following = self.steering.pass_ends(current, sequence)
-            if following is not None:
-                self.steering, then = following
-                self.replays.groups_chosen()
-                self.when_idle(then)
+            if self.finder is None or not self._thread.finds:
+                self.steering.pass_ends(current, sequence)
+                return
+            dropped, self.finder = self.finder.found(current, sequence), None
+            self.replays.groups_chosen()
+            self.when_idle(partial(unfollow, dropped))
 
     # Removal
 

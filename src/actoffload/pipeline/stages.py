@@ -214,11 +214,6 @@ class StageSteering(Steering):
         pairs = zip(self._latest, self.saved, strict=True)
         self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `Report`."""
-        plan = self._conductor.plan
-        return {"because": "" if plan is None else plan.because}
-
     def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
         raise RuntimeError(
@@ -284,10 +279,8 @@ class RankStage:
 
         log, groups = PassLog(), modules[1 : len(chosen) + 1]
         self.steering = StageSteering(self.index, conductor, groups, plans, log, policies)
-        steering: Steering = self.steering
-        if searching:
-            steering = Finder(groups, plans, log, weakref.ref(module), steering)
-        self.handle = OffloadHandle(modules, plans, conductor.engine, steering, log)
+        finder = Finder(groups, plans, log, weakref.ref(module)) if searching else None
+        self.handle = OffloadHandle(modules, plans, conductor.engine, self.steering, log, finder=finder)
 
 
 def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from ..._torch.autograd import after_backward
-from ..._torch.modules import opaque
 from ..._warnings import warn
-from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...replay import Policy, names_of, saving
@@ -21,8 +17,8 @@ from ...report.build import PassLog, PassStatistics, count_pass
 from ...report.report import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
 from ...schedule.plan import Do, Plan
-from ..discovery import BLOCK, MODULE, bypass_warning, choose_groups, coverage_warning, measure
-from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering, unfollow
+from ..discovery import BLOCK, MODULE, choose_groups, coverage_warning, measure
+from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering
 from ..reporting import group_names
 
 __all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
@@ -46,12 +42,11 @@ class BySchedule(Steering):
         """Follow the whole forward."""
         return PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""
         self._plans.learn(sequence)
         if not done.partly:
             self._log.forward_done(done, sequence)
-        return None
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
@@ -127,7 +122,7 @@ class ByPlan(BySchedule):
         mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
         return PassSettings(mode, self._plans.order, self._roles, self._recompute)
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""
         if not done.partly:
             self._mode = Mode.WHOLE if done.adopted or self._roles.incremental else Mode.SCOPED
@@ -135,14 +130,13 @@ class ByPlan(BySchedule):
         if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
             self._log.forward_done(done, sequence)
         self._ways = ways
-        return super().pass_ends(done, sequence)
+        super().pass_ends(done, sequence)
 
     def plan(self) -> Plan:
         """Return the plan that was given, for the order of the latest pass."""
         return remap(self._roles.plan, group_names(self._groups, self._plans.order))
 
 
-GUESS = "These modules may be groups: the first forward shows what each of them saves."
 SEARCH = "This first pass offloads all groups: it shows what each module saves, from which the groups are chosen."
 
 
@@ -161,9 +155,14 @@ class Run(NamedTuple):
 
 
 class Finder:
-    """Follow every module that may be a group in one forward; then choose the groups and let `then` steer.
+    """Follow every module that may be a group in one forward, and choose the groups.
 
     Groups of another kind than those that were found by default were named by the program, and stay groups.
+
+    Attributes
+    ----------
+    guesses : bool
+        Whether no blocks are known, so that all modules may be groups.
     """
 
     def __init__(
@@ -172,105 +171,49 @@ class Finder:
         plans: GroupPlans,
         log: PassLog,
         root: weakref.ref[Module],
-        then: Steering,
         *,
-        guessed: bool = False,
+        guesses: bool = False,
     ) -> None:
-        self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
-        self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
-        self._alone = False  # the groups are called, and not the model
+        self._groups, self._plans, self._log, self._root, self.guesses = groups, plans, log, root, guesses
         # Where blocks are all that there is, their schedule is known.
-        self._roles = Roles.offload_all() if any(followed.kind == MODULE for followed in groups) else None
-        self._guessed = guessed  # no blocks are known, so all modules may be groups
-        self._lean = not isinstance(then, BySchedule)  # `then` measures this pass, too
+        self._searches = any(followed.kind == MODULE for followed in groups)
 
-    @property
-    def settling(self) -> bool:
-        """Whether what steers next is going to measure."""
-        return self._then.settling
+    def settings(self, settings: PassSettings) -> PassSettings:
+        """Return how a forward of the model is followed in which the groups are found."""
+        if not self._searches:
+            return settings
+        roles = Roles.offload_all()
+        return replace(settings, order=(), roles_of=lambda order: roles)
 
-    def retire(self) -> None:
-        """Pass it on to what steers next."""
-        self._then.retire()
-
-    def plan(self) -> Plan:
-        """Return the plan that follows."""
-        plan = self._then.plan()
-        return replace(plan, because=f"{GUESS} {plan.because}".rstrip()) if self._guessed else plan
-
-    def costs(self) -> Any:
-        """Refuse, or ask what steers next."""
-        return self._then.costs()
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps to what steers next."""
-        return self._then.facts()
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
-        roles = self._roles
-        self._alone = alone or busy
-        if self._alone:
-            return self._then.forward_begins(inputs, alone=alone, busy=busy)
-        if self._lean:
-            settings = self._then.forward_begins(inputs, alone=alone, busy=busy)
-        else:
-            settings = PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles)
-        return settings if roles is None else replace(settings, order=(), roles_of=lambda order: roles)
-
-    def forward_ends(self, output: Any) -> None:
-        """Look at the end of the backward whether blocks were passed over that took part."""
-        if self._lean:
-            self._then.forward_ends(output)
-
-        def ended() -> None:
-            names = [name for name, block in self._skipped if any(p.grad is not None for p in block.parameters())]
-            self._skipped = []
-            if names:
-                warn(bypass_warning(names))
-
-        def reached(_: Any) -> None:
-            after_backward(ended)
-
-        opaque(reached)
-        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-            node.register_prehook(reached)
-
-    def pass_ends(
-        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
-    ) -> tuple[Steering, Callable[[], None]] | None:
-        """Choose the groups by what the modules saved."""
-        if self._alone:
-            self._plans.learn(sequence)
-            self._log.forward_done(done, sequence)
-            return None
+    def found(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> list[FollowedModule]:
+        """Choose the groups by what the modules saved; return the modules that are none."""
         called = {key.group for key in sequence}
         # [guard: group that was replaced before the first forward]
         skipped = [
-            followed
+            followed.name
             for followed in self._groups
             if followed.group not in called and followed.kind == BLOCK and followed.ref() is not None
         ]
-        without = [
-            (followed.name, followed.module)
-            for followed in skipped
-            if all(p.grad is None for p in followed.module.parameters())
-        ]
-        self._skipped = without
         stretches = list(_stretches(sequence))
         latest = count_pass(done, sequence)
-        chosen = self._choose(sequence, stretches, latest)
+        chosen = self._choose(sequence, stretches, latest, skipped)
         dropped = [followed for followed in self._groups if followed.name not in chosen]
         for followed in dropped:
             followed.role = DROPPED
         groups = {k for k, followed in enumerate(self._groups) if followed.name in chosen}
         runs = list(_runs(sequence, stretches, groups))
         self._plans.learn([run.key for run in dict.fromkeys(runs) if run is not None])
-        because = "" if self._roles is None else SEARCH
+        because = SEARCH if self._searches else ""
         self._log.take(replace(_regrouped(latest, runs), because=because), sequence)
-        return self._then, partial(unfollow, dropped)
+        return dropped
 
-    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: PassStatistics) -> set[str]:
+    def _choose(
+        self,
+        sequence: Sequence[GroupKey],
+        stretches: Sequence[Stretch],
+        latest: PassStatistics,
+        skipped: Sequence[str],
+    ) -> set[str]:
         groups = [self._groups[key.group] for key in sequence]
         rows = latest.groups
         of_call = {stretch.call: group.name for stretch, group in zip(stretches, groups, strict=True)}
@@ -290,8 +233,8 @@ class Finder:
             chosen |= blocks - ran
         root = self._root()
         title = "model" if root is None else type(root).__name__
-        warning = coverage_warning(title, modules, chosen, outside)
-        if warning is not None and not self._skipped:  # about which there may be a warning of their own
+        warning = coverage_warning(title, modules, chosen, outside, skipped)
+        if warning is not None:
             warn(warning)
         return chosen
 

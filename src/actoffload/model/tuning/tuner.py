@@ -168,9 +168,9 @@ class Tuner:
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
         return chosen
 
-    def facts(self) -> dict[str, Any]:
-        """Return what was measured of whole passes, as fields of `Report`."""
-        return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
+        return "" if self._chosen is None else self._chosen.next_choice()
 
     # One pass
 
