@@ -21,11 +21,9 @@ from actoffload.schedule import (
     DefaultSchedule,
     Do,
     GroupSchedule,
-    Kind,
     LayerCost,
     Link,
     ManualSchedule,
-    Saved,
     Timeline,
     When,
     simulate,
@@ -36,14 +34,6 @@ from actoffload.schedule import (
 def _offload_every_tensor():
     with min_elements(1):
         yield
-
-
-@settings(max_examples=40)
-@given(st.data(), links)
-def test_any_layers_under_the_default_schedule(data, link):
-    each = data.draw(st.lists(costs(), min_size=1, max_size=7))
-    plan = DefaultSchedule(data.draw(st.integers(0, len(each) - 1)), len(each)).plan()
-    agree(execute(plan, each, link), simulate(plan, each, link))
 
 
 @st.composite
@@ -103,28 +93,6 @@ def test_any_layers_under_a_manual_schedule(data, link):
     agree(execute(plan, each, link), want)
 
 
-def test_stalls_in_forward_and_backward_by_hand():
-    """Copies take 4 s a layer and compute 1 s: two layers of four leave."""
-    each = [LayerCost(1.0, 1.0, (Saved(1024, 1.0, 0.0),))] * 4
-    link = Link(256.0, 256.0)
-    plan = DefaultSchedule(2, 4).plan()
-    timeline, statistics, end = execute(plan, each, link)
-    spans = [(s.kind, s.layer, s.start, s.end) for s in timeline.of(Kind.D2H, Kind.H2D, Kind.STALL)]
-    assert spans == [
-        (Kind.D2H, 0, 1.0, 5.0),
-        (Kind.STALL, 0, 2.0, 5.0),  # layer 2 waits until layer 0 has left
-        (Kind.D2H, 1, 5.0, 9.0),
-        (Kind.STALL, 1, 6.0, 9.0),
-        (Kind.H2D, 1, 11.0, 15.0),  # when the backward of layer 3 has ended
-        (Kind.STALL, 1, 12.0, 15.0),
-        (Kind.H2D, 0, 15.0, 19.0),  # asked for at 12, but the link is busy
-        (Kind.STALL, 0, 16.0, 19.0),
-    ]
-    assert end == 20.0
-    assert statistics.peak_resident_bytes == 2 * 1024
-    agree((timeline, statistics, end), simulate(plan, each, link))
-
-
 def test_a_second_step_is_like_the_first():
     each = [LayerCost.even(4096, 1.0, 2.0, pieces=4)] * 5
     link = Link(1024.0, 1024.0)
@@ -171,11 +139,3 @@ def test_any_plan(data, link):
     # A copy out in backward may wait for host memory that a copy in still reads; `simulate` has host memory for all.
     assume(all(plan.find(Do.OFFLOAD, k).when in (When.FORWARD_START, When.FORWARD_END) for k in plan.offloaded))
     agree(execute(plan, each, link), simulate(plan, each, link))
-
-
-def test_incremental_release_causes_no_stall_where_release_at_once_does():
-    """Layer 1 has until 3.5 s and 4 s for its two tensors, when layer 3 saves its own, and not only until 3 s."""
-    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=2)] * 4
-    link = Link(2048.0 / 0.75, 1e9)
-    assert simulate(DefaultSchedule(2, 4).plan(), each, link).forward_stall > 0
-    assert simulate(GroupSchedule(2).plan(["layer"] * 4), each, link).forward_stall == 0

@@ -258,14 +258,6 @@ def test_budgets_in_bytes(budget, nbytes):
     assert budget_bytes(budget, 1000) == nbytes
 
 
-def test_other_limits_as_text():
-    layers = [nn.Linear(8, 8) for _ in range(6)]
-    handle = actoffload.offload(nn.Sequential(*layers), min_bytes="64KiB", max_host_bytes="1 GB", num_layers=2)
-    engine = handle._engine
-    assert (engine.min_bytes, engine.max_host_bytes) == (2**16, 10**9)
-    handle.remove()
-
-
 def test_a_fraction_of_an_unknown_device():
     assert budget_bytes(0.5, None) is None
 

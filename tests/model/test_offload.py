@@ -151,8 +151,9 @@ def test_tensors_just_below_the_limit_count_beside_much_smaller_ones():
 
 
 def test_min_bytes_is_the_smallest_offloaded_size():
-    _, statistics = agrees(Waves(6), steps=1, min_bytes=UNIT)
-    assert statistics.tensors_offloaded == 8
+    for limit in (UNIT, f"{UNIT // 1024}KiB"):
+        _, statistics = agrees(Waves(6), steps=1, min_bytes=limit)
+        assert statistics.tensors_offloaded == 8
     _, statistics = agrees(Waves(6), steps=1, min_bytes=UNIT + 1)
     assert statistics.tensors_offloaded == 0
     # The weights of the blocks are parameters; they are smaller as well, and a size is what is asked first.
@@ -187,8 +188,9 @@ def test_max_host_bytes(limit, monkeypatch):
 
 
 def test_max_host_bytes_that_suffice():
-    _, statistics = agrees(Waves(6), max_host_bytes=2**21)
-    assert statistics.tensors_offloaded == 3 * 8
+    for limit in (2**21, "2 MiB"):
+        _, statistics = agrees(Waves(6), max_host_bytes=limit)
+        assert statistics.tensors_offloaded == 3 * 8
 
 
 @pytest.mark.parametrize(("inflight", "distance", "ahead"), [(None, 3, 3), (1, 1, 2), (2, 2, 3), (3, 3, 3), (9, 3, 3)])

@@ -240,16 +240,19 @@ def test_an_interrupt_that_is_caught_inside_of_the_model():
 # A device that fails
 
 
-@pytest.mark.parametrize("calls_before", [0, 1, 3, 7, 9])
 @pytest.mark.parametrize("what", ["empty_host", "to_host", "empty_device", "to_device", "wait"])
-def test_a_device_that_fails(what, calls_before):
+def test_a_device_that_fails(what):
+    """Whichever call of a step fails, for lack of memory say: the next step works."""
     device = Failing()
     model = Waves(6)
     handle = offload(model, device=device)
+    model(start()).sum().backward()
+    calls = device.calls[what]
+    assert calls >= 1 if what == "empty_host" else calls >= 8  # two tensors of each of four groups
     with no_gc(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # host memory that runs out stays a warning
-        for _ in range(2):
-            device.fail(what, after=calls_before)
+        for after in range(2 * calls):
+            device.fail(what, after=after // 2)
             with contextlib.suppress(RuntimeError):
                 model(start()).sum().backward()
             device.failing.clear()
@@ -257,10 +260,10 @@ def test_a_device_that_fails(what, calls_before):
             nothing_installed()
             torch.ones(1, requires_grad=True).sum().backward()
             nothing_held(handle)
-        if what == "empty_host":  # a host that once had no memory is not asked again
-            handle.remove()
-            handle = offload(model, device=device)
-        right(model, handle)
+            if what == "empty_host":  # a host that once had no memory is not asked again
+                handle.remove()
+                handle = offload(model, device=device)
+            right(model, handle)
 
 
 # A thousand steps

@@ -45,52 +45,6 @@ def test_a_loop_in_another_order_than_registered():
     assert statistics.reloaded_on_demand == 0
 
 
-@pytest.mark.parametrize("schedule", ["all forwards first", "1F1B", "interleaved stages"])
-def test_pipelines(schedule):
-    """Microbatches through the blocks of a stage, in the orders that pipelines use."""
-    model = Waves(6)
-    reference = copy.deepcopy(model)
-    handle = offload(model)
-
-    def go(model):
-        if schedule == "all forwards first":
-            losses = [loop(model, data(k)).square().sum() for k in range(4)]
-            for loss in losses:
-                loss.backward()
-        elif schedule == "1F1B":
-            losses = []
-            for k in range(4):
-                losses.append(loop(model, data(k)).square().sum())
-                if k >= 2:
-                    losses.pop(0).backward()
-            for loss in losses:
-                loss.backward()
-        else:  # two virtual stages in one process: the first half of two microbatches, then their second half
-            halves = []
-            for k in range(2):
-                x = data(k)
-                for block in model.blocks[:3]:
-                    x = block(x)
-                halves.append(x)
-            for x in halves:
-                for block in model.blocks[3:]:
-                    x = block(x)
-                x.square().sum().backward()
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        return found
-
-    for _ in range(3):
-        equal(go(model), go(reference))
-        nothing_held(handle)
-    statistics = handle.statistics()
-    assert statistics.bytes_offloaded > 0
-    if schedule != "interleaved stages":
-        assert statistics.passes == 12
-        assert statistics.reloaded_on_demand == 0
-        assert statistics.bytes_offloaded == 12 * 4 * SAVES
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_loop_that_is_left_early(at_once):
     """Its graph is held: what comes next is another pass, whether its backward has run or not."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -136,16 +135,6 @@ def test_new_host_memory_does_not_count_as_compute(layers):
     assert handle.plan.recomputed
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-
-
-def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        device, model, handle = make(1e6, 4 * MIB + 2**14)
-        first, *others = peaks(model, device, 8)
-    assert first <= 5 * MIB + 2**14, "a proof takes one tensor more"
-    assert max(others) <= 4 * MIB + 2**14
-    assert handle.plan.peak_bytes >= 4 * MIB
 
 
 def test_the_next_choice_is_searched_once_for_a_plan(monkeypatch):

@@ -62,18 +62,7 @@ def test_stages(case, layers):
     device.created.peak = device.created.now
     step(model)
     assert device.created.peak <= plan.peak_bytes <= 1.01 * device.created.peak
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("memory", [None, 16, 100])
-def test_steps_are_run_until_the_plan_is_final(memory, layers):
-    device, model = tight(memory and memory * MIB)
-    handle = offload(model, device, layers=layers)
-    assert settle(model, handle) == {None: 3, 100: 4, 16: 6}[memory], "the next forward closes the last pass"
-    plan = handle.plan
-    for _ in range(2 * WINDOW):
-        step(model)
-        assert not handle.settling
+    assert not handle.settling
     assert handle.plan is plan
     assert device.synchronized <= 5
 

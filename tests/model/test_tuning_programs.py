@@ -206,7 +206,6 @@ def test_an_interrupt_anywhere_in_a_stage(at):
             step(model)
         assert handle.plan.offloaded == (0, 1)
         assert not handle.settling
-        assert handle._engine.recorder is None
         n += 797
     assert n > 797 + at
 
@@ -266,7 +265,6 @@ def test_remove_in_each_stage(at, pending):
         y.backward()
     engine = handle._engine
     handle.remove()
-    assert engine.recorder is None
     if pending:
         y.backward()
     del y

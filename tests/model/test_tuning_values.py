@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
@@ -12,90 +10,22 @@ from typing import Any
 import pytest
 import torch
 from adversary.device import AdversarialDevice
-from adversary.harness import check, same, scaled_down
-from adversary.trees import ModelRun, TreeProgram, chain, mixed, nested, tree_programs
+from adversary.harness import check, scaled_down
 from helpers import no_gc, nothing_held
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from timed_device import Timed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
 
 import actoffload
-from actoffload.device import use
-from actoffload.model.follow import Mode, PassSettings
 from actoffload.model.tuning import script
-from actoffload.model.tuning.steering import BySchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
-
-ORDERS = ("late", "early", "random")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _scaled_down() -> Iterator[None]:
     with scaled_down():
         yield
-
-
-class AnyMode(BySchedule):
-    """Follow each forward in another mode."""
-
-    def __init__(self, handle: actoffload.OffloadHandle, seed: int, modes: Counter[Mode]) -> None:
-        super().__init__(handle._groups, handle._plans, handle._log)
-        self._random, self._modes = random.Random(seed), modes
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        whole = super().forward_begins(inputs, alone=alone, busy=busy)
-        mode = Mode.WHOLE if alone or busy else self._random.choice([*Mode, Mode.SCOPED])
-        self._modes[mode] += 1
-        return PassSettings(mode, whole.order, whole.roles_of)
-
-
-def run(program: TreeProgram, device: AdversarialDevice | None, seed: int, modes: Counter[Mode]) -> list[torch.Tensor]:
-    """Run the steps of a program three times."""
-    with use(device) if device is not None else torch.enable_grad():
-        going, seen = ModelRun(program, device), list[torch.Tensor]()
-        if device is not None:
-            going.context._tracker.steering = AnyMode(going.context, seed, modes)
-        for _ in range(3):
-            seen += [tensor.clone() for tensor in going.go()]
-            going.seen.clear()
-            going.inputs.clear()
-        if device is not None:
-            check(device, going.context)
-        return seen
-
-
-def trial(program: TreeProgram, seed: int, order: Any) -> Counter[Mode]:
-    modes: Counter[Mode] = Counter()
-    expected = run(program, None, 0, modes)
-    with no_gc():
-        got = run(program, AdversarialDevice(seed, order), seed, modes)
-    assert same(got, expected), f"other gradients than without offloading: {program}, seed {seed}, {order}"
-    return modes
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("streams", "examples"), [(False, 8), (True, 4)], ids=["one stream", "side streams"])
-def test_random_models_in_any_mode(streams, examples):
-    seen: Counter[Mode] = Counter()
-
-    @settings(max_examples=examples)
-    @given(tree_programs(streams=streams), st.integers(0, 99), st.sampled_from(ORDERS))
-    def of(program: TreeProgram, seed: int, order: Any) -> None:
-        seen.update(trial(program, seed, order))
-
-    of()
-    assert min(seen[mode] for mode in Mode) > 2
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("program", [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()])
-def test_known_models_in_any_mode(program, order):
-    seen = sum((trial(program, seed, order) for seed in range(2)), Counter[Mode]())
-    assert seen[Mode.WHOLE] + seen[Mode.SCOPED]
 
 
 # The stages of the first steps
@@ -223,7 +153,6 @@ def scoped() -> Iterator[tuple[nn.Module, actoffload.OffloadHandle]]:
     handle.remove()
     handle = offload(model, plan=plan)
     train(model, steps=1)
-    assert handle._tracker.steering._mode is Mode.SCOPED
     yield model, handle
     nothing_held(handle)
     nothing_installed()
