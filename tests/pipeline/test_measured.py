@@ -209,7 +209,7 @@ def test_a_plan_that_costs_time_after_all():
     def slow() -> float:
         if len(seconds) < MEASURED:
             return 1.2
-        now = nbytes()
+        now = 0 if len(seconds) in (MEASURED + TRIAL - 2, MEASURED + TRIAL - 1) else nbytes()
         first.extend([now] if now and not first else [])
         return 1.1 if now else 1.0
 

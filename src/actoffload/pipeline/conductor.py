@@ -52,14 +52,6 @@ class Microbatch:
         return None if self.ref is None else self.ref()
 
 
-@dataclass(slots=True)
-class _Run:
-    """A computation in progress that the plan has."""
-
-    step: int  # in the order of the plan
-    done: int = -1  # the last position whose actions are done
-
-
 class Conductor:
     """What happens in the steps of one schedule on one rank."""
 
@@ -70,34 +62,16 @@ class Conductor:
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]
         self._steps: Mapping[Step, int] = {}  # of the plan
-        self._paused: tuple[PipelinePlan | None, dict[tuple[int, int], frozenset[int]]] | None = None
         self._ran: list[Step] = []
-        self._runs: dict[Step, _Run] = {}
+        self._done: dict[Step, int] = {}  # in progress, and in the plan: the last position whose actions are done
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
         self._forwards = threading.local()
         self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
 
     def follow(self, plan: PipelinePlan | None) -> None:
         """Carry out another plan from the next step on."""
-        self.plan, self._paused = plan, None
+        self.plan = plan
         self._steps = {} if plan is None else {step: k for k, step in enumerate(plan.order)}
-
-    def pause(self) -> None:
-        """Carry out no plan until `resume` is called, and learn nothing lasting."""
-        paused = self.plan, dict(self.learned.used)
-        self.follow(None)
-        self._paused = paused
-
-    @property
-    def paused(self) -> bool:
-        """Whether a plan is put aside."""
-        return self._paused is not None
-
-    def resume(self) -> None:
-        """Carry out the plan again that `pause` put aside."""
-        if self._paused is not None:
-            plan, self.learned.used = self._paused
-            self.follow(plan)
 
     # Steps
 
@@ -119,7 +93,7 @@ class Conductor:
 
     def _clear(self) -> None:
         with self.engine.lock:
-            self._ran, self._runs, self._microbatches = [], {}, {}
+            self._ran, self._done, self._microbatches = [], {}, {}
             self._forwards.__dict__.clear()
 
     # Computations
@@ -142,17 +116,17 @@ class Conductor:
     def _begin(self, step: Step) -> Microbatch | None:
         with self.engine.lock:
             self._ran.append(step)
-            key, index = (step.stage, step.microbatch), self._steps.get(step)
+            key = step.stage, step.microbatch
             if step.computation is Computation.FORWARD:
-                found = Microbatch(step.stage, step.microbatch, planned=index is not None)
+                found = Microbatch(step.stage, step.microbatch, planned=step in self._steps)
                 self._microbatches[key] = found
                 vars(self._forwards)[str(step.stage)] = found
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
             microbatch.running = step
-            if index is not None:
-                self._runs[step] = _Run(index)
+            if step in self._steps:
+                self._done[step] = -1
             owner = microbatch.owner
             if owner is None:
                 return microbatch
@@ -183,11 +157,10 @@ class Conductor:
                     self._free(owner)
                 self._microbatches.pop((step.stage, step.microbatch), None)
             microbatch.running = None
-            run = self._runs.get(step)
-            if run is not None and self.plan is not None:
+            if step in self._done and self.plan is not None:
                 # What the computation has freed at its end is free before.
-                self._advance(step, self.plan.end(run.step).position)
-                del self._runs[step]
+                self._advance(step, self.plan.end(self._steps[step]).position)
+                del self._done[step]
 
     def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
         """Free what the backward of the weights does not use of what stays for it."""
@@ -259,12 +232,11 @@ class Conductor:
 
     def _advance(self, step: Step, position: int) -> None:
         """Do what the plan does in a computation up to a position, and is not done yet."""
-        run, plan = self._runs.get(step), self.plan
-        if run is None or plan is None:
+        if step not in self._done or self.plan is None:
             return
-        while run.done < position:
-            run.done += 1
-            for action in plan.at(Moment(run.step, run.done)):
+        while self._done[step] < position:
+            self._done[step] += 1
+            for action in self.plan.at(Moment(self._steps[step], self._done[step])):
                 self._act(action)
 
     def _act(self, action: ChunkAction) -> None:

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from ..device.base import Backend, usable
@@ -71,8 +70,11 @@ Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
 class FirstSteps:
     """What the first steps of a rank showed."""
 
-    def __init__(self, stages: Sequence[RankStage], conductor: Conductor, budget: int | None = None) -> None:
-        self._stages, self._conductor, self._budget = stages, conductor, budget
+    def __init__(
+        self, stages: Sequence[RankStage], conductor: Conductor, rank: int, exchange: PipelineRanks, limits: Limits
+    ) -> None:
+        self._stages, self._conductor = stages, conductor
+        self._rank, self._exchange, self._limits = rank, exchange, limits
         self.known: list[Measured] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
         self._copies: StepMeter | None = None  # of a step that offloaded everything
@@ -91,20 +93,20 @@ class FirstSteps:
         self._compares = False  # steps with the plan are compared with steps without offloading
         self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
-    def run(self, rank: int, exchange: PipelineRanks, limits: Limits) -> Script:
+    def run(self) -> Script:
         """Yield what the next step is for, exchange what it showed, and return the plans to keep.
 
         See [Note: the first steps of a schedule] and [Note: trial of the plans].
         """
-        measure, timed = partial(self._measure, rank, exchange), self._backend.times
-        self.known = yield from measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
+        limits, timed = self._limits, self._backend.times
+        yield from self._measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
         if timed and all(each.bare for each in self.known):
-            self.known = yield from measure(Stage.BARE)
+            yield from self._measure(Stage.BARE)
         for _ in range(TRIES if limits.may_recompute else 0):
             if all(each.bare for each in self.known) or all(each.again is not None for each in self.known):
                 break
-            self._recompute(next(each for each in self.known if each.rank == rank))
-            self.known = yield from measure(Stage.FIRST, Stage.LEAN)
+            self._recompute()
+            yield from self._measure(Stage.FIRST, Stage.LEAN)
         plans = plans_of(self.known, limits)
         if not (timed and act(plans)):
             return plans
@@ -113,22 +115,25 @@ class FirstSteps:
         next(trials)
         try:
             while True:
-                tried = yield from self._try(exchange, plans)
+                tried = yield from self._try(plans)
                 plans, self._compares = trials.send(tried), False
         except StopIteration as stop:
             final: Plans = stop.value
             return final
 
-    def _measure(
-        self, rank: int, exchange: PipelineRanks, *stages: Stage
-    ) -> Generator[tuple[Stage, Plans], None, list[Measured]]:
-        """Yield steps until all ranks have measured a whole one; return what they know."""
+    def _measure(self, *stages: Stage) -> Generator[tuple[Stage, Plans], None, None]:
+        """Yield steps until all ranks have measured a whole one."""
         yield from ((stage, ()) for stage in stages)
-        while (found := agreed(exchange.gather(self.measured(rank)))) is None:
+        while (found := agreed(self._exchange.gather(self.measured()))) is None:
             yield stages[-1], ()
-        return found
+        self.known = found
 
-    def _try(self, exchange: PipelineRanks, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
+    @property
+    def mine(self) -> Measured:
+        """What this rank knew when all of them planned."""
+        return next(each for each in self.known if each.rank == self._rank)
+
+    def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
         """Yield steps with some plans, and to compare also without offloading; return what all ranks saw."""
         self._whole, self._peak = {}, 0
         yield Stage.FIRST, plans
@@ -136,7 +141,7 @@ class FirstSteps:
             yield self._missing() or Stage.FIRST, ()
         while True:
             missing = self._missing()
-            gathered = exchange.gather(None if missing else self._tried())
+            gathered = self._exchange.gather(None if missing else self._tried())
             found = [each for ranks in gathered for each in ranks if each is not None]
             if len(found) == sum(map(len, gathered)):
                 return found
@@ -153,7 +158,6 @@ class FirstSteps:
             # None of its groups is timed: that would take time of the host, which may be what counts.
             self._meter = StepMeter(self._backend, engine.counters)
         if stage is Stage.WITHOUT:
-            self._conductor.pause()
             for each in self._stages:
                 each.steering.unfollowed = True
         if stage in (Stage.LEAN, Stage.BARE):
@@ -162,23 +166,19 @@ class FirstSteps:
             bare = stage is Stage.BARE and self._copies is not None and self._fits_bare() and self._known
             with engine.lock:
                 engine.counters.reset()
-            self._watch(bare=bare)
             self._stage = Stage.BARE if bare else Stage.LEAN
-
-    def _watch(self, *, bare: bool) -> None:
-        """Measure the groups in the present step, which offloads nothing if it is `bare`."""
-        engine, standing = self._conductor.engine, dict[int, Standing]()
-        for stage in self._stages:
-            stage.steering.bare = bare
-            # Memory is read in steps that are not bare: the others show the times.
-            if not bare:
-                self._gradients[stage.index] = stage.steering.gradients
-                boundary, output = kept_outputs(stage.index, self._conductor.learned)
-                boundary += stage.steering.outside
-                standing[stage.index] = Standing(boundary, output, sum(self._gradients[stage.index]))
-        self._meter = StepMeter(self._backend, engine.counters, standing)
-        engine.record(self._meter)
-        self._conductor.watching = self._meter.note
+            standing = dict[int, Standing]()
+            for each in self._stages:
+                each.steering.bare = bare
+                # Memory is read in steps that are not bare: the others show the times.
+                if not bare:
+                    self._gradients[each.index] = each.steering.gradients
+                    boundary, output = kept_outputs(each.index, self._conductor.learned)
+                    boundary += each.steering.outside
+                    standing[each.index] = Standing(boundary, output, sum(self._gradients[each.index]))
+            self._meter = StepMeter(self._backend, engine.counters, standing)
+            engine.record(self._meter)
+            self._conductor.watching = self._meter.note
 
     def end(self, *, failed: bool) -> None:
         """End a step."""
@@ -189,12 +189,10 @@ class FirstSteps:
         meter.end()
         if engine.recorder is meter:
             engine.record(None)
-        paused = self._conductor.paused
-        if paused:
+        if self._stage is Stage.WITHOUT:
             self.kept_bytes = self._most_saved(self._conductor.learned.order)
         for stage in self._stages:
             stage.steering.bare = stage.steering.unfollowed = False
-        self._conductor.resume()
         if failed:
             return
         if self._stage in (Stage.PLAN, Stage.WITHOUT):
@@ -226,7 +224,7 @@ class FirstSteps:
         if limit is not None:
             groups = (group for stage in self._stages for group in stage.steering.saved)
             limit = usable(limit, max((nbytes for group in groups for _, nbytes in group), default=0))
-        return min((each for each in (limit, self._budget) if each is not None), default=None)
+        return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
 
     def _fits_bare(self) -> bool:
         """Return whether a step without offloading fits into the memory of the device."""
@@ -248,7 +246,7 @@ class FirstSteps:
             most = max(most, now)
         return most
 
-    def measured(self, rank: int, plan: PipelinePlan | None = None) -> Measured | None:
+    def measured(self, plan: PipelinePlan | None = None) -> Measured | None:
         """Return what this rank knows; None if no whole step was seen.
 
         With recomputation the groups save what their ways saved when these were measured.  Where one saves more than in
@@ -271,7 +269,7 @@ class FirstSteps:
             found[stage.index] = stage_cost(
                 stage.index, steering.saved, learned, steering.outside, other, gradients, self._times, self._copies
             )
-        mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
+        mine = Measured(self._rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or any(
             not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()
         ):
@@ -308,9 +306,9 @@ class FirstSteps:
             factors = (now / planned for now, planned in sizes if planned)
             self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
 
-    def _recompute(self, mine: Measured) -> None:
-        """Recompute everything in the next steps, and time the operators; `mine` is of the steps before."""
-        self._plain = mine
+    def _recompute(self) -> None:
+        """Recompute everything in the next steps, and time the operators."""
+        self._plain = self.mine
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for stage in self._stages:
@@ -362,8 +360,8 @@ class FirstSteps:
         self._copies.wait()
         return measured_link(self._copies) or Link(float("inf"), float("inf"))
 
-    def outdated(self, plan: PipelinePlan, costs: Mapping[int, StageCost]) -> bool:
-        """Return whether there are other groups than when a plan was made from costs, or larger tensors."""
+    def outdated(self, plan: PipelinePlan) -> bool:
+        """Return whether there are other groups than when a plan was made, or larger tensors."""
         for stage in self._stages:
             stage.steering.grow()
         for stage in self._stages:
@@ -373,7 +371,7 @@ class FirstSteps:
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
             if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            if has_grown(self._conductor.learned.sent.get(stage.index, 0), costs[stage.index].sent_forward):
+            if has_grown(self._conductor.learned.sent.get(stage.index, 0), self.mine.costs[stage.index].sent_forward):
                 return True
         return False
 

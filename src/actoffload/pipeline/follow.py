@@ -25,10 +25,7 @@ __all__ = [
     "follow",
     "is_schedule",
     "is_supported",
-    "microbatches",
     "observer_of",
-    "rank_of",
-    "runs_backward",
     "stages_of",
     "unfollow",
 ]
@@ -166,21 +163,6 @@ def stages_of(schedule: Any) -> list[Any]:
     stages = getattr(schedule, "_stages", None)
     one = getattr(schedule, "_stage", None)
     return list(stages) if stages is not None else [] if one is None else [one]
-
-
-def microbatches(schedule: Any) -> int:
-    """Return the number of microbatches of a step; 0 if it is not known."""
-    return int(getattr(schedule, "_n_microbatches", 0))
-
-
-def runs_backward(schedule: Any) -> bool:
-    """Return whether the step that begins runs backward: not in `eval`, and not without a loss."""
-    return bool(getattr(schedule, "_has_backward", True))
-
-
-def rank_of(stage: Any) -> tuple[int, Any]:
-    """Return the rank of a stage in its process group, and the group; None for the default one."""
-    return int(getattr(stage, "group_rank", 0)), getattr(stage, "group", None)
 
 
 def actions_of(schedule: Any, rank: int) -> list[Any]:

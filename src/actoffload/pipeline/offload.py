@@ -24,10 +24,10 @@ from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan
 from .conductor import Conductor
-from .follow import NAMES, follow, is_schedule, is_supported, microbatches, observer_of, rank_of, stages_of
+from .follow import NAMES, follow, is_schedule, is_supported, observer_of, stages_of
 from .planning import Limits, PipelineRanks, Settings
 from .runner import Runner
-from .stages import RankStage, entries_of, problem_of, replicas_of
+from .stages import RankStage, entries_of, replicas_of
 
 __all__ = ["PipelineHandle", "offload"]
 
@@ -187,8 +187,8 @@ def offload(
     }
     if is_schedule(module):
         stages = stages_of(module)
-        rank, group = rank_of(stages[0]) if stages else (0, None)
-        exchange = PipelineRanks(group)
+        first = stages[0] if stages else None
+        rank, exchange = int(getattr(first, "group_rank", 0)), PipelineRanks(getattr(first, "group", None))
         try:
             if num_layers is not None or plan is not None:
                 raise ValueError(
@@ -244,9 +244,9 @@ def _offload_schedule(
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
     policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
-    problem, made = problem_of(stages), list[RankStage]()
+    problem, made = "" if stages else "the schedule has no stages.", list[RankStage]()
     try:
-        for stage in stages if not problem else ():
+        for stage in stages:
             made.append(RankStage(stage, conductor, layers, keep, policy))
     except (TypeError, ValueError) as error:  # raised in the first step, on every rank
         problem = str(error)
@@ -254,7 +254,7 @@ def _offload_schedule(
             each.handle.remove()
         made = []
     shown = {**given, "recompute": _shown(recompute)}
-    arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
+    arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
     runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, exchange)
     missing = unsupported()
@@ -377,4 +377,4 @@ class PipelineHandle:
 
         A collective: every rank of the pipeline calls it, between two steps.
         """
-        return gather_reports(self.report(), self._runner.group)
+        return gather_reports(self.report(), self._runner.exchange.group)

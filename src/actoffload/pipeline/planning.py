@@ -16,7 +16,7 @@ what the pipelines exchange is exchanged among them, too, and the costs of the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -70,11 +70,6 @@ class Measured:
     limit: int | None = None  # bytes of device memory
     again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
     bare: bool = False  # a step without offloading fits into its memory
-
-    def with_microbatches(self, numbers: Collection[int]) -> Measured:
-        """Return the same for a step with these microbatches, whose order is not known if they are others."""
-        same = {step.microbatch for step in self.order} == set(numbers)
-        return self if same else replace(self, order=())
 
 
 @dataclass(frozen=True)
@@ -188,9 +183,7 @@ class StepTrial(Trial[Plans]):
         """Return the trial of plans by what all ranks of one pipeline after the other know of it."""
         ranks = len(plans)
         peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
-        planned = [
-            peak if plan.peak_bytes is None else plan.peak_bytes for plan, peak in zip(plans, peaks, strict=True)
-        ]
+        planned = [plan.peak_bytes or 0 for plan in plans]
         limits = [max(each.limit or inf, most) for each, most in zip(measured, planned, strict=True)]
         return StepTrial(
             plans,

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,17 +14,15 @@ import torch
 from .._warnings import warn
 from ..engine import eligibility
 from ..engine.layer import tensors_in
-from ..engine.statistics import Statistics
 from ..report.ranks import PipelineReport
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import LostRankError
 from .conductor import Conductor
 from .first_steps import FirstSteps, Script
-from .follow import actions_of, runs_backward, unfollow
+from .follow import actions_of, unfollow
 from .planning import (
     Limits,
-    Measured,
     PipelineRanks,
     Plans,
     Settings,
@@ -64,10 +63,9 @@ class Runner:
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in followed]
         self.stages, self.conductor = tuple(stages), conductor
-        self._settings, self._limits, self._exchange, self.rank = settings, limits, exchange, rank
-        self._first = FirstSteps(self.stages, conductor, limits.memory_budget)
-        # None once the plans are final.
-        self._script: Script | None = self._first.run(rank, exchange, limits)
+        self._settings, self._limits, self.exchange, self.rank = settings, limits, exchange, rank
+        self._first = FirstSteps(self.stages, conductor, rank, exchange, limits)
+        self._script: Script | None = self._first.run()  # None once the plans are final
         self.plans: Plans = ()  # of all ranks
         self.because = MEASURING
         self._peak = 0  # the same in the latest step in which all groups were followed
@@ -79,7 +77,8 @@ class Runner:
     @contextmanager
     def step(self, schedule: Any) -> Iterator[None]:
         """Follow one step of the schedule."""
-        training = runs_backward(schedule) and torch.is_grad_enabled()
+        # A step runs no backward in `eval`, and none without a loss.
+        training = getattr(schedule, "_has_backward", True) and torch.is_grad_enabled()
         if training:
             self._before()
         self.conductor.begin(training=training)
@@ -121,14 +120,14 @@ class Runner:
 
     def _meet(self) -> None:
         """Find the ranks that run the same stages, and compare the arguments of all."""
-        wrong = disagreement(self._exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
+        wrong = disagreement(self.exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
         if wrong:
             self.remove()
             raise ValueError(wrong)
 
     def _lose(self, problem: str) -> None:
         """Go on without the other ranks: without offloading where they were never met."""
-        self._exchange.leave()
+        self.exchange.leave()
         self._script = None
         if self.number == 1:
             self.remove()
@@ -149,9 +148,8 @@ class Runner:
     def _after(self, *, failed: bool, changed: bool) -> None:
         """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
         conductor = self.conductor
-        paused = conductor.paused
         self._first.end(failed=failed)
-        if paused:
+        if self._first.kept_bytes is not None:  # the step did not follow the plan
             return
         if not failed and conductor.plan is not None and not conductor.scoped:
             self._peak = conductor.engine.statistics().peak_resident_bytes
@@ -162,25 +160,24 @@ class Runner:
         followed = conductor.plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
         plan = conductor.plan
-        if not failed and plan is not None and (changed or self._first.outdated(plan, self._mine.costs)):
+        if not failed and plan is not None and (changed or self._first.outdated(plan)):
             self._plan_anew(plan)
-
-    @property
-    def _mine(self) -> Measured:
-        """What this rank knew when it planned."""
-        return next(each for each in self._first.known if each.rank == self.rank)
 
     def _plan_anew(self, before: PipelinePlan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
-        if before.saves and self._exchange.replicas:  # they would recompute something else
+        if before.saves and self.exchange.replicas:  # they would recompute something else
             return
-        mine = self._first.measured(self.rank, before)
+        mine = self._first.measured(before)
         if mine is None:
             return
         self._first.known = [mine if each.rank == self.rank else each for each in self._first.known]
         microbatches = {step.microbatch for step in mine.order}
+        known = [  # the order of a rank that ran other ones is not known
+            each if {step.microbatch for step in each.order} == microbatches else replace(each, order=())
+            for each in self._first.known
+        ]
         try:
-            found = plans_of([each.with_microbatches(microbatches) for each in self._first.known], self._limits)
+            found = plans_of(known, self._limits)
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
             return
@@ -196,11 +193,6 @@ class Runner:
         self.because = found.because
 
     @property
-    def group(self) -> Any:
-        """The process group of the pipeline; None for the default one."""
-        return self._exchange.group
-
-    @property
     def settling(self) -> bool:
         """Whether steps are still measured."""
         return self.installed and self._script is not None
@@ -210,26 +202,21 @@ class Runner:
         schedule = self._followed[-1]()
         return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
-    def _saved_bytes(self, stage: RankStage) -> int:
-        """Return what a microbatch of a stage saves; until a step has run with a new plan, what the plan expects."""
-        if stage.steering.saved or self.conductor.plan is None:
-            return sum(stage.steering.sizes)
-        return sum(self.conductor.plan.nbytes[stage.index])
-
-    def _peak_bytes(self, statistics: Statistics) -> int:
-        """Return the highest bytes of saved tensors at a time, also where not all of them were seen."""
-        if self._first.kept_bytes is not None:
-            return self._first.kept_bytes
-        return self._peak if self.conductor.scoped else statistics.peak_resident_bytes
-
     def report(self) -> PipelineReport:
         """Return what this rank did since its statistics were reset."""
         learned, plan = self.conductor.learned, self.conductor.plan
         if not learned.order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
+        peak = self._first.kept_bytes  # of a step in which none of them was seen
+        if peak is None:
+            peak = self._peak if self.conductor.scoped else statistics.peak_resident_bytes
         forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
-        saved = {stage.index: self._saved_bytes(stage) for stage in self.stages}
+        # Until a step has run with a new plan, what the plan expects.
+        saved = {
+            stage.index: sum(stage.steering.sizes if stage.steering.saved or plan is None else plan.nbytes[stage.index])
+            for stage in self.stages
+        }
         groups = {stage.index: len(stage.steering.names) for stage in self.stages}
         return PipelineReport(
             rank=self.rank,
@@ -238,7 +225,7 @@ class Runner:
             offloaded=0 if plan is None else len(plan.transfers),
             saved_bytes=sum(saved[stage] for stage in forwards),
             offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
-            peak_bytes=self._peak_bytes(statistics),
+            peak_bytes=peak,
             expected_bytes=None if plan is None else plan.saved_peak_bytes,
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,
@@ -250,7 +237,7 @@ class Runner:
         """Follow the schedule no longer, and end offloading in its stages."""
         if self.installed:
             if self.settling and self.number:  # the others wait for this rank from the first step on
-                self._exchange.leave()
+                self.exchange.leave()
             self.installed = False
             unfollow([each for ref in self._followed if (each := ref()) is not None])
             for stage in self.stages:

@@ -6,7 +6,8 @@ They are followed by the plan of the rank; before there is one, everything is of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,13 +25,13 @@ from ..model.tuning.ranks import ranks_of
 from ..model.tuning.steering import Finder
 from ..replay import Policy
 from ..report.build import PassLog
-from ..schedule.execution_order import GroupKey, GroupPlans, Roles
-from ..schedule.plan import Action, Do, Plan, When
+from ..schedule.execution_order import GroupKey, GroupPlans, Roles, leanest_calls
+from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
 from ..tune.meter import saved_in
 from .conductor import Conductor
 
-__all__ = ["RankStage", "StageSteering", "entries_of", "has_grown", "problem_of", "replicas_of"]
+__all__ = ["RankStage", "StageSteering", "entries_of", "has_grown", "replicas_of"]
 
 GROWN = 64  # a group may save this part more than in the plan
 
@@ -49,27 +50,16 @@ def has_grown(now: int, before: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _roles(layers: int, offloaded: frozenset[int], *, at_once: bool) -> Roles:
-    """Return the roles in a forward that offloads some layers, and frees them `at_once` or as the plan of the rank."""
-    actions: dict[tuple[str, int], tuple[Action, ...]] = {}
-    for k in offloaded:
-        actions[When.FORWARD_START.name, k] = (Action(Do.OFFLOAD, k),)
-        if at_once:
-            actions[When.FORWARD_END.name, k] = (Action(Do.RELEASE, k),)
-    keep = Roles.keep_all(layers)
-    return Roles(
-        keep.plan,
-        stay=keep.stay - offloaded,
-        last_leaving=max(offloaded, default=layers),  # peaks count what every forward saves
-        released_incrementally=frozenset(),
-        reached=frozenset(range(layers)),
-        planned=True,
-        actions=actions,
-    )
-
-
-def _lean(order: tuple[GroupKey, ...]) -> Roles:
-    return _roles(len(order), frozenset(range(len(order))), at_once=True)
+def _roles(layers: int, offloaded: frozenset[int] | None) -> Roles:
+    """Return the roles in a forward that offloads some layers, which the plan of the rank frees; None: all, at once."""
+    chosen = range(layers) if offloaded is None else sorted(k for k in offloaded if k < layers)
+    calls = [(Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)) for k in chosen]
+    if offloaded is None:
+        calls += [(Event(When.FORWARD_END, k), Action(Do.RELEASE, k)) for k in chosen]
+    roles = Roles.of(Plan.of(max(layers, 1), calls), planned=True)
+    # Peaks count what every forward saves, and the plan of the rank acts wherever a backward comes to a group.
+    last = max(chosen, default=layers)
+    return replace(roles, last_leaving=last, reached=frozenset(range(layers)), freed_later=frozenset())
 
 
 class StageSteering(Steering):
@@ -156,15 +146,12 @@ class StageSteering(Steering):
             return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
         if self.unfollowed:
             return PassSettings(Mode.SCOPED, order, recompute=self._always) if self._always else PassSettings(Mode.IDLE)
-        roles_of = _lean
-        if self.bare:
-            roles_of = partial(self._offloading, frozenset())
-        elif microbatch.planned:
+        offloaded: frozenset[int] | None = frozenset() if self.bare else None
+        if microbatch.planned and not self.bare:
             assert conductor.plan is not None
             plan, key = conductor.plan, (microbatch.stage, microbatch.number)
             chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
-            roles_of = partial(self._offloading, offloaded)
         mode = Mode.WHOLE
         if conductor.scoped and microbatch.planned and not self.adopts:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
@@ -173,11 +160,7 @@ class StageSteering(Steering):
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
         take_times = None if self.operators is None else self.operators.add
-        return PassSettings(mode, order, roles_of, policies, take_times, begun)
-
-    @staticmethod
-    def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
-        return _roles(len(order), frozenset(k for k in offloaded if k < len(order)), at_once=False)
+        return PassSettings(mode, order, lambda order: _roles(len(order), offloaded), policies, take_times, begun)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups, and what they save."""
@@ -223,20 +206,11 @@ class StageSteering(Steering):
     def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
         order, plan = self._plans.order, self._conductor.plan
-        offloaded = (
-            range(len(order) - 1)
-            if plan is None
-            else sorted(
-                chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0) and chunk.group < len(order)
-            )
-        )
-        calls = Roles.leanest(len(order)).plan
-        steps = {
-            event: tuple(action for action in actions if action.layer in offloaded)
-            for event, actions in calls.steps.items()
-        }
-        kept = {event: actions for event, actions in steps.items() if actions}
-        return Plan(max(len(order), 1), kept, self.names, self._log.bytes_of(order))
+        offloaded: Collection[int] = range(len(order))
+        if plan is not None:
+            offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0)}
+        calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
+        return Plan.of(max(len(order), 1), calls, names=self.names, nbytes=self._log.bytes_of(order))
 
 
 class RankStage:
@@ -246,16 +220,11 @@ class RankStage:
     stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
     """
 
-    def __init__(
-        self,
-        stage: Any,
-        conductor: Conductor,
-        layers: Any,
-        keep: Any,
-        policy: Policy | None,
-    ) -> None:
-        module: Module = stage.submod
+    def __init__(self, stage: Any, conductor: Conductor, layers: Any, keep: Any, policy: Policy | None) -> None:
         self.index = int(stage.stage_index)
+        module = getattr(stage, "submod", None)
+        if not isinstance(module, Module):
+            raise ValueError(f"stage {self.index} has no module.")
         title = f"the module of stage {self.index}"
         refuse_scripted(module, f"stage {self.index}")
         if handle_of(module) is not None:
@@ -313,11 +282,3 @@ def replicas_of(stages: Iterable[Any]) -> tuple[int, ...]:
     """Return the global ranks that run copies of the stages of a rank, ascending; empty if no others do."""
     modules = (getattr(stage, "submod", None) for stage in stages)
     return max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())
-
-
-def problem_of(stages: Sequence[Any]) -> str:
-    """Return why the stages of a rank cannot be offloaded; empty if they can."""
-    if not stages:
-        return "the schedule has no stages."
-    without = [stage for stage in stages if not isinstance(getattr(stage, "submod", None), Module)]
-    return f"stage {without[0].stage_index} has no module." if without else ""

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
 
-__all__ = ["OUTSIDE", "ExecutionOrder", "GroupKey", "GroupPlans", "Roles", "remap"]
+__all__ = ["OUTSIDE", "ExecutionOrder", "GroupKey", "GroupPlans", "Roles", "leanest_calls", "remap"]
 
 Key = TypeVar("Key")
 
@@ -73,30 +73,24 @@ class GroupPlans:
         self._kinds = tuple(kinds)
         # Of the latest pass; before the first one, the order in which modules are registered.
         self.order: tuple[GroupKey, ...] = tuple(GroupKey(k) for k in range(len(kinds)))
-        self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
     def kinds(self, sequence: Sequence[GroupKey]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
         return [self._kinds[key.group] + (f" (part {key.part + 1})" if key.part else "") for key in sequence]
 
-    def plan(self, sequence: Sequence[GroupKey]) -> Plan:
-        """Return the plan for a sequence."""
-        return self.schedule.plan(self.kinds(sequence))
-
     def roles(self, sequence: tuple[GroupKey, ...]) -> Roles:
-        """Return the roles of the layers in the plan for a sequence; made once."""
-        found = self._known.get(sequence)
-        if found is None:
-            # [guard: number of cached plans]
-            if len(self._known) >= 64:  # a model whose order changes all the time
-                self._known.clear()
-            found = self._known[sequence] = Roles.of(self.plan(sequence), planned=True)
-        return found
+        """Return the roles of the layers in the plan for a sequence."""
+        return _roles(self.schedule, tuple(self.kinds(sequence)))
 
     def learn(self, sequence: Sequence[GroupKey]) -> None:
         """Set the execution order of the latest pass."""
         if sequence:
             self.order = tuple(sequence)  # [guard: learned execution order]
+
+
+@lru_cache(maxsize=64)  # a model's order may change all the time
+def _roles(schedule: GroupSchedule, kinds: tuple[str, ...]) -> Roles:
+    return Roles.of(schedule.plan(kinds), planned=True)
 
 
 # Roles
