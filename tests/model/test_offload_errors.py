@@ -31,7 +31,7 @@ def step(model, seed: int = 0) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": -1}, "num_layers is -1; expected a number of groups, 0 or more"),
+        ({"num_layers": -1}, "num_layers is -1; expected a whole number, at least 0, or None"),
         ({"num_layers": 6}, "num_layers is 6, but there are 6 groups of the kind layer, and the last has to stay"),
         ({"fraction": 1.01}, "fraction is 1.01; expected a part of the groups, from 0.0 to 1.0"),
         ({"fraction": -0.5}, "fraction is -0.5"),

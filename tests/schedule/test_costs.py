@@ -56,11 +56,11 @@ def test_of_two_needed_at_once_the_last_saved_comes_first() -> None:
         ),
         (
             lambda: LayerCost.even(-1, 1.0, 1.0),
-            "nbytes is -1; expected the bytes that a layer saves, 0 or more.",
+            "nbytes is -1; expected a whole number, at least 0.",
         ),
         (
             lambda: LayerCost.even(1, 1.0, 1.0, pieces=0),
-            "pieces is 0; expected a number of saved tensors, at least 1.",
+            "pieces is 0; expected a whole number, at least 1.",
         ),
         (
             lambda: LayerCost(1.0, 1.0, host_forward=-1.0),

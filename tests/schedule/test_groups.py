@@ -179,7 +179,7 @@ def test_incremental_release_is_never_slower_than_release_at_once(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_layers": -1}, "num_layers is -1; expected a number of groups, 0 or more, or None."),
+        ({"num_layers": -1}, "num_layers is -1; expected a whole number, at least 0, or None."),
         ({"fraction": -0.1}, "fraction is -0.1; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": float("nan")}, "fraction is nan; expected a part of the groups, from 0.0 to 1.0."),
@@ -192,5 +192,5 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str
 
 
 def test_no_groups_make_no_plan() -> None:
-    with pytest.raises(ValueError, match=r"^model_layers is 0; a plan needs at least one layer\.$"):
+    with pytest.raises(ValueError, match=r"^model_layers is 0; expected a whole number, at least 1\.$"):
         GroupSchedule().plan([])

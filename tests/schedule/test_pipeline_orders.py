@@ -89,5 +89,5 @@ def test_bad_orders_are_refused() -> None:
         read_order(["1X2"])
     with pytest.raises(ValueError, match="microbatches is 9; with 4 ranks expected a multiple of the 2 rounds"):
         interleaved_1f1b(4, 9)
-    with pytest.raises(ValueError, match="ranks is 0; expected at least 1"):
+    with pytest.raises(ValueError, match="ranks is 0; expected a whole number, at least 1"):
         gpipe(0, 4)

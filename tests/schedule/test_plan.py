@@ -60,7 +60,7 @@ def test_a_layer_may_be_offloaded_and_reloaded_at_one_event() -> None:
 @pytest.mark.parametrize(
     ("model_layers", "steps", "sentence"),
     [
-        (0, [], "model_layers is 0; a plan needs at least one layer."),
+        (0, [], "model_layers is 0; expected a whole number, at least 1."),
         (
             2,
             [(FORWARD_START, 2, Do.OFFLOAD, 0)],

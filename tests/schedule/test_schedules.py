@@ -62,8 +62,8 @@ def test_only_one_resident_layer_prevents_overlap(num_layers: int, model_layers:
 @pytest.mark.parametrize(
     ("num_layers", "model_layers", "sentence"),
     [
-        (0, 0, "model_layers is 0; expected the number of layers, at least 1."),
-        (-1, 5, "num_layers is -1; expected 0 or more."),
+        (0, 0, "model_layers is 0; expected a whole number, at least 1."),
+        (-1, 5, "num_layers is -1; expected a whole number, at least 0."),
         (
             5,
             5,

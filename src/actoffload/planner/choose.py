@@ -10,13 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
-from typing import Any
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
 from .._text import size
 from ..schedule.costs import Link
 from ..schedule.plan import Plan
-from ..schedule.simulate import Pipeline, model_order, model_plan, model_stages
+from ..schedule.simulate import model_order, model_plan, model_stages, simulate
 from .placement import Placement
 from .search import ROUNDING, Knobs, Ranks
 from .variants import Variant
@@ -92,13 +91,12 @@ def choose(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    _check(names, groups, link, host_seconds, among, host_limit)
+    model = _Models(names, groups, link, host_seconds, among, host_limit)
     check_limit(limit=limit)
     if without_bytes is not None:
         check_bytes(without_bytes=without_bytes)
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
-    model = _Models(tuple(names), groups, link, host_seconds, among, host_limit)
     without = model.peak_bytes if without_bytes is None else without_bytes
     plan = model.best(most)
     because = ""
@@ -142,10 +140,8 @@ def frontier(
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
-    _check(names, groups, link, host_seconds, among, host_limit)
+    model = _Models(names, groups, link, host_seconds, among, host_limit)
     check_whole(points=points, least=1)
-
-    model = _Models(tuple(names), groups, link, host_seconds, among, host_limit)
     leanest, kept = model.best(0), model.best(inf)
     low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
     limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
@@ -158,40 +154,40 @@ def frontier(
     return tuple(found)
 
 
-def _check(
-    names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
-    link: Link,
-    host_seconds: float,
-    among: Collection[int] | None,
-    host_limit: int | None,
-) -> None:
-    check_kinds(str, names=names)
-    check_kind(Link, link=link)
-    check_seconds(host_seconds=host_seconds)
-    check_limit(host_limit=host_limit)
-    if among is not None:
-        expected = "positions of groups, or None for all"
-        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
-    check_kinds(Sequence, groups=groups)
-    for number, group in enumerate(groups):
-        check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
-    if not names or len(names) != len(groups) or not all(groups):
-        raise ValueError(
-            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
-        )
-
-
 class _Models:
     """The searches with all that is made again held until its last use, and without.
 
     Held values need memory in which other values could stay.  So both are searched where holding costs time.
     """
 
-    def __init__(self, names: tuple[str, ...], groups: Sequence[Sequence[Variant]], *known: Any) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        groups: Sequence[Sequence[Variant]],
+        link: Link,
+        host_seconds: float,
+        among: Collection[int] | None,
+        host_limit: int | None,
+    ) -> None:
+        check_kinds(str, names=names)
+        check_kind(Link, link=link)
+        check_seconds(host_seconds=host_seconds)
+        check_limit(host_limit=host_limit)
+        if among is not None:
+            expected = "positions of groups, or None for all"
+            check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
+        check_kinds(Sequence, groups=groups)
+        for number, group in enumerate(groups):
+            check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
+        if not names or len(names) != len(groups) or not all(groups):
+            raise ValueError(
+                f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for "
+                "each."
+            )
+        knobs = Knobs(host_limit=host_limit, stages=among, early=EARLY)
         held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
-        self._found = [_Model(names, held, *known)]
-        self._lean = partial(_Model, names, groups, *known)
+        self._found = [_Model(tuple(names), held, link, host_seconds, knobs)]
+        self._lean = partial(_Model, tuple(names), groups, link, host_seconds, knobs)
         self._holds = any(way.held for group in groups for way in group)
 
     @property
@@ -204,7 +200,7 @@ class _Models:
         plan = self._found[0].best(limit)
         plan = replace(plan, holds=self._holds and bool(plan.recomputed))
         fits, held_seconds = (plan.peak_bytes or 0) <= limit, plan.seconds or 0.0
-        if self._holds and (not fits or held_seconds * (1 - WORTH) > self._found[0].baseline_seconds):
+        if self._holds and (not fits or held_seconds * (1 - WORTH) > (plan.baseline_seconds or 0.0)):
             if len(self._found) == 1:
                 self._found.append(self._lean())
             lean = self._found[1].best(limit)
@@ -222,15 +218,13 @@ class _Model:
         groups: Sequence[Sequence[Variant]],
         link: Link,
         host_seconds: float,
-        among: Collection[int] | None,
-        host_limit: int | None,
+        knobs: Knobs,
     ) -> None:
         self._names, self._groups, self._link, self._host_seconds = names, groups, link, host_seconds
-        knobs = Knobs(host_limit=host_limit, stages=among, early=EARLY)
         stages, variants = model_stages([group[0].cost for group in groups]), {k: [g] for k, g in enumerate(groups)}
         order = model_order(len(groups))
         self._ranks = Ranks([order], stages, link, variants, knobs, host_seconds=host_seconds, model=True)
-        self.baseline_seconds, self.peak_bytes = self._ranks.seconds, self._ranks.choices[0].profile.peak_bytes
+        self.peak_bytes = self._ranks.choices[0].profile.peak_bytes
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
@@ -261,18 +255,17 @@ class _Model:
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
-        count, actions, ways = len(self._groups), placement.actions(), self._ranks.ways
+        ways = self._ranks.ways
         taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self._groups)]
-        stages, how = model_stages([way.cost for way in taken]), {"host_seconds": self._host_seconds}
-        # As `simulate` does, without a timeline.
-        (run,) = Pipeline([model_order(count)], stages, self._link, model=True, exact=True, **how).run([actions])
+        found = model_plan(len(taken), placement.actions())
+        expected = simulate(found, [way.cost for way in taken], self._link, host_seconds=self._host_seconds)
         found = replace(
-            model_plan(count, actions),
+            found,
             names=self._names,
             nbytes=tuple(way.cost.nbytes for way in taken),
-            seconds=run.compute,
-            baseline_seconds=self.baseline_seconds,
-            peak_bytes=run.peak,
+            seconds=expected.step_time,
+            baseline_seconds=self._ranks.baseline_seconds,
+            peak_bytes=expected.device_peak_bytes,
         )
         if ways:
             pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self._groups, strict=True)]

@@ -208,20 +208,9 @@ def place(
     the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
     only be reloaded at once is kept.  The peak may exceed the limit if no placement of these chunks fits.
 
-    Parameters
-    ----------
-    profile : Profile
-        The rank.
-    chosen, again : collection of int
-        Positions of the spots to offload, and of those of them that are freed between their two backwards.
-    limit : float
-        Bytes of device memory.
-    margin : float
-        Part of the time of each copy by which it is expected to be late.
-    early : float
-        Seconds, at most those of one backward of the group, by which each reload is done earlier than needed.
-    max_inflight : int, optional
-        Largest number of chunks that are copied to the host at a time; a chunk whose forward starts then is kept.
+    Those in `again` are also freed between their two backwards.  `margin` is the part of the time of each copy by which
+    it is expected to be late; `early` are seconds, at most those of one backward of the group, by which each reload is
+    done earlier than needed.  With `max_inflight` copies to the host, a chunk whose forward starts then is kept.
     """
     run = _Run(profile, margin, early, limit, Placement(profile, []))
     latest = run.latest_reloads(chosen, again)

@@ -175,16 +175,7 @@ class _Used(NamedTuple):
 class Ranks:
     """The ranks of a pipeline, and their stages as they are run: at first without recomputation.
 
-    Parameters
-    ----------
-    orders, stages, link
-        As in `simulate_pipeline`.
-    variants : mapping
-        For some stages the ways to run each group; the first is without recomputation.
-    knobs : Knobs
-        What may be offloaded.
-    how
-        Further arguments of `Pipeline`.
+    `how` has further arguments of `Pipeline`.
     """
 
     def __init__(

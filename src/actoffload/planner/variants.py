@@ -284,12 +284,8 @@ def upgrades(
 ) -> list[Upgrade]:
     """Return steps from no recomputation of some groups to the most, the cheapest bytes first.
 
-    Parameters
-    ----------
-    pairs : sequence of (int, int)
-        Stages and groups; of those that cost the same the one comes first that does here.
-    nbytes, seconds : mapping
-        For each group what it saves and how long it computes, in each of its ways.
+    Given are what each group saves and how long it computes, in each of its ways.  Of groups that cost the same the one
+    comes first that does in `pairs`.
     """
     steps: list[Upgrade] = []
     for pair in pairs:

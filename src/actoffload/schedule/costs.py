@@ -14,11 +14,6 @@ from .timeline import Kind, Span, Timeline
 __all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
 
 
-def _fraction(name: str, value: float, section: str) -> None:
-    expected = f"a fraction of the layer's {section} time, from 0.0 to 1.0"
-    check_fits(expected, lambda value: 0.0 <= value <= 1.0, **{name: value})
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """One tensor that autograd saves in a layer and that may be offloaded.
@@ -42,8 +37,9 @@ class Saved:
 
     def __post_init__(self) -> None:
         check_fits("the size of a tensor, at least 1 byte", lambda value: value >= 1, nbytes=self.nbytes)
-        _fraction("saved_at", self.saved_at, "forward")
-        _fraction("needed_at", self.needed_at, "backward")
+        for name, section in (("saved_at", "forward"), ("needed_at", "backward")):
+            expected = f"a fraction of the layer's {section} time, from 0.0 to 1.0"
+            check_fits(expected, lambda value: 0.0 <= value <= 1.0, **{name: getattr(self, name)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +154,8 @@ class LayerCost:
 
         There are fewer pieces if there are fewer bytes than that.  The last one takes the remainder.
         """
-        check_whole(nbytes=nbytes, pieces=pieces)
-        if nbytes < 0:
-            raise ValueError(f"nbytes is {nbytes}; expected the bytes that a layer saves, 0 or more.")
-        if pieces < 1:
-            raise ValueError(f"pieces is {pieces}; expected a number of saved tensors, at least 1.")
+        check_whole(nbytes=nbytes, least=0)
+        check_whole(pieces=pieces, least=1)
         pieces = min(pieces, nbytes)
         sizes = [nbytes // pieces] * (pieces - 1) + [nbytes // pieces + nbytes % pieces] if pieces else []
         saved = [Saved(size, (k + 1) / pieces, (pieces - 1 - k) / pieces) for k, size in enumerate(sizes)]

@@ -109,8 +109,7 @@ class StageCost:
     Parameters
     ----------
     groups : tuple of LayerCost
-        The groups of the stage, in order of the forward.  Gaps are compute between them; `LayerCost.other_bytes` is not
-        read.
+        The groups of the stage, in order of the forward.  Gaps are compute between them.
     splits : tuple of SplitCost
         For each group, if its backward can be split.  If empty, the input backward computes nothing and the weight
         backward is the full backward, as on PyTorch's first stage.
@@ -214,24 +213,9 @@ class Transfer:
 
 
 def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """Return where the tensors of each microbatch of each stage are saved and used, as positions in the order.
+    """Return where each microbatch of each stage saves its tensors, and where they are first and last used.
 
-    Parameters
-    ----------
-    order : sequence of Step
-        What a rank computes.
-    splits : mapping of int to bool
-        Whether the input backward of a stage uses its tensors; False on a stage without `StageCost.splits`.
-
-    Returns
-    -------
-    dict
-        For each stage and microbatch: the step of its forward, the first step that uses its tensors, and the last.
-
-    Raises
-    ------
-    ValueError
-        If a computation comes twice, has no forward before it, or a forward has no full backward after it.
+    The result has positions in the order; `splits` says of each stage whether the input backward uses its tensors.
     """
     found: dict[Step, int] = {}
     for k, step in enumerate(order):
@@ -302,7 +286,7 @@ def read_order(actions: Iterable[object]) -> Order:
 
 def gpipe(ranks: int, microbatches: int) -> tuple[Order, ...]:
     """Return the order of each rank in ``ScheduleGPipe``."""
-    _check(ranks, microbatches)
+    check_whole(ranks=ranks, microbatches=microbatches, least=1)
     return tuple(
         tuple(Step(rank, kind, k) for kind in (FORWARD, BACKWARD) for k in range(microbatches)) for rank in range(ranks)
     )
@@ -310,7 +294,7 @@ def gpipe(ranks: int, microbatches: int) -> tuple[Order, ...]:
 
 def one_f_one_b(ranks: int, microbatches: int) -> tuple[Order, ...]:
     """Return the order of each rank in ``Schedule1F1B``."""
-    _check(ranks, microbatches)
+    check_whole(ranks=ranks, microbatches=microbatches, least=1)
     orders = []
     for rank in range(ranks):
         warmup = min(ranks - rank, microbatches)  # the forward that goes before the first backward included
@@ -331,7 +315,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
         If the number of microbatches is not a multiple of the number of rounds, which is
         ``max(1, microbatches // ranks)``.
     """
-    _check(ranks, microbatches, stages_per_rank)
+    check_whole(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, least=1)
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise ValueError(
@@ -354,7 +338,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> tuple[Order, ...]:
     """Return the order of each rank in ``ScheduleLoopedBFS``; stage `s` is on rank ``s % ranks``."""
-    _check(ranks, microbatches, stages_per_rank)
+    check_whole(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, least=1)
     orders = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
@@ -383,10 +367,3 @@ def _alternate(warmup: int, total: int, forward: Callable[[int], int], backward:
     for k in range(total - warmup, total):
         add(backward(k), BACKWARD)
     return tuple(steps)
-
-
-def _check(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
-    check_whole(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    for name, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1.")

@@ -6,14 +6,11 @@ The runtime executes a `PipelinePlan` on tensors, and `simulate_pipeline` predic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tabulate import SEPARATING_LINE, tabulate
-
-from .._text import size_or_dash
+from .._text import Table, size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import AnyPlan, Do, number, optional_number, saves_in
 
@@ -107,13 +104,6 @@ class PipelinePlan(AnyPlan):
             if problem:
                 raise ValueError(f"The plan offloads {chunk}, but {problem}.")
         object.__setattr__(self, "actions", self._by_moment())
-
-    def __reduce__(self) -> tuple[object, ...]:
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        plain: dict[str, Any] = {
-            name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()
-        }
-        return partial(PipelinePlan, **plain), ()
 
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
         """Return what is done at a moment, in order; empty for most."""
@@ -217,12 +207,11 @@ class PipelinePlan(AnyPlan):
                 sizes = nbytes[group] * (microbatches - number), nbytes[group] * number
                 total = [before + size for before, size in zip(total, sizes, strict=True)]
                 recomputed = "yes" if saves and saves[group] is not None else "-"
-                rows.append([str(stage), name, f"{number} of {microbatches}", *map(size_or_dash, sizes), recomputed])
-        rows += [[SEPARATING_LINE], ["", "", "", *map(size_or_dash, total), ""]]
-        header = ["stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"]
+                rows.append((str(stage), name, f"{number} of {microbatches}", *map(size_or_dash, sizes), recomputed))
+        rows.append(("", "", "", *map(size_or_dash, total), ""))
+        header = "stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"
         shown = len(header) if self.saves else len(header) - 1
-        align = ("right", "left", *["right"] * (shown - 2))
-        table = tabulate([row[:shown] for row in rows], header[:shown], disable_numparse=True, colalign=align)
+        table = Table(header[:shown], tuple(row[:shown] for row in rows), left=2, sums=True)
         expected = "; ".join(self._expected("step", "without offloading"))
         return self._text(f"rank {self.rank}\n{table}", expected)
 

@@ -15,10 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from tabulate import SEPARATING_LINE, tabulate
-
 from .._arguments import check_kind, check_kinds, check_whole
-from .._text import fold, fold_names, milliseconds, numberless, size, size_or_dash
+from .._text import Table, fold, fold_names, milliseconds, numberless, size, size_or_dash
 
 __all__ = [
     "Action",
@@ -96,6 +94,13 @@ class AnyPlan:
 
     KIND: ClassVar[str]  # what a file has, as errors name it
     VERSION: ClassVar[int] = 1  # of the content of files
+
+    def __reduce__(self) -> tuple[object, ...]:
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        plain: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()
+        }
+        return partial(type(self), **plain), ()
 
     def _expected(self, period: str, without: str) -> list[str]:
         """Return the expected peak and time, each if it is known; `without` says what the baseline is."""
@@ -255,9 +260,7 @@ class Plan(AnyPlan):
     KIND = "plan"
 
     def __post_init__(self) -> None:
-        check_whole(model_layers=self.model_layers)
-        if self.model_layers < 1:
-            raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
+        check_whole(model_layers=self.model_layers, least=1)
         check_kind(Mapping, steps=self.steps)
         object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
         check_kinds(str, names=self.names)
@@ -279,10 +282,6 @@ class Plan(AnyPlan):
         for event, action in calls:
             steps[event] = (*steps.get(event, ()), action)
         return Plan(model_layers, steps, **more)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return partial(Plan, **{**values, "steps": dict(self.steps)}), ()
 
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
@@ -351,17 +350,17 @@ class Plan(AnyPlan):
             name = fold_names(tuple(group[0] for group in alike))
             rows.append(self._row(name, len(alike), sizes, len(alike) * saved_less, recomputed))
         total = self.kept_bytes, self.offloaded_bytes
-        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), bool(again))]
-        header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
-        table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
-        return self._text(table, self.expected, "" if any(self.nbytes) or any(less) else NO_BYTES)
+        rows.append(self._row("", len(self.names), total, sum(less), bool(again)))
+        header = ("group", "number", "kept", "offloaded", *(["recomputed"] if again else []))
+        table = Table(header, tuple(rows), left=1, sums=True)
+        return self._text(str(table), self.expected, "" if any(self.nbytes) or any(less) else NO_BYTES)
 
-    def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
+    def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> tuple[str, ...]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""
         cells = list(map(size_or_dash, (*sizes, *([less] if self.recomputed else []))))
         if recomputed and not less:
             cells[-1] = "yes"
-        return [name, str(number), *cells]
+        return (name, str(number), *cells)
 
     @property
     def expected(self) -> str:

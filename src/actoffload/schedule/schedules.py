@@ -42,11 +42,8 @@ class DefaultSchedule:
     model_layers: int
 
     def __post_init__(self) -> None:
-        check_whole(model_layers=self.model_layers, num_layers=self.num_layers)
-        if self.model_layers < 1:
-            raise ValueError(f"model_layers is {self.model_layers}; expected the number of layers, at least 1.")
-        if self.num_layers < 0:
-            raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more.")
+        check_whole(model_layers=self.model_layers, least=1)
+        check_whole(num_layers=self.num_layers, least=0)
         if self.num_layers >= self.model_layers:
             raise ValueError(
                 f"num_layers is {self.num_layers} but model_layers is {self.model_layers}: the last layer's "
@@ -176,9 +173,7 @@ class GroupSchedule:
     max_inflight: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole(num_layers=self.num_layers, optional=True)
-        if self.num_layers is not None and self.num_layers < 0:
-            raise ValueError(f"num_layers is {self.num_layers}; expected a number of groups, 0 or more, or None.")
+        check_whole(num_layers=self.num_layers, optional=True, least=0)
         check_fraction(self.fraction)
         check_whole(max_inflight=self.max_inflight, optional=True, least=1)
 

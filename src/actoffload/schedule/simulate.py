@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
 
-from tabulate import tabulate
-
 from .._arguments import check_fits, check_kind, check_kinds, check_seconds
-from .._text import milliseconds, size
+from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
@@ -177,19 +175,18 @@ class PipelineSimulation:
         return self.step_time / self.baseline_time if self.baseline_time else 1.0
 
     def __str__(self) -> str:
-        rows = [
-            [
+        rows = tuple(
+            (
                 str(number),
                 size(without.device_peak_bytes),
                 size(rank.device_peak_bytes),
                 size(rank.bytes_offloaded),
                 milliseconds(rank.stall_seconds),
                 milliseconds(rank.bubble_seconds),
-            ]
+            )
             for number, (rank, without) in enumerate(zip(self.ranks, self.baseline, strict=True))
-        ]
-        header = ["rank", "peak without", "peak", "offloaded", "stalled", "bubbles"]
-        table = tabulate(rows, header, disable_numparse=True, colalign=("right",) * len(header))
+        )
+        table = Table(("rank", "peak without", "peak", "offloaded", "stalled", "bubbles"), rows, left=0)
         return f"step {milliseconds(self.step_time)}, {self.slowdown:.3f} x no offload\n\n{table}"
 
 
@@ -321,16 +318,8 @@ def _check_plans(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], pl
 class Pipeline:
     """The orders and costs of all ranks, which can be run with any plans.
 
-    Parameters
-    ----------
-    orders, stages, link, send_latency, send_bandwidth
-        As in `simulate_pipeline`.
-    host_seconds : float
-        As in `simulate`.
-    model : bool
-        Each stage runs once, and `LayerCost.other_bytes` of its groups are read.
-    exact : bool
-        Each saved tensor is copied and freed alone; otherwise all of a group, which takes as long.
+    Of a `model` each stage runs once, and spans name it instead of the microbatch.  If it is `exact`, each saved tensor
+    is copied and freed alone; otherwise all of a group, which takes as long.
     """
 
     def __init__(
@@ -356,7 +345,7 @@ class Pipeline:
 
     def stage_times(self, cost: StageCost) -> StageTimes:
         """Return the times of a stage."""
-        return StageTimes.of(cost, self.link, exact=self._exact, in_step=self.model)
+        return StageTimes(cost, self.link, self._exact)
 
     def _compile(self, rank: int, step: Step) -> Compiled:
         cost, forward = self.times[step.stage].cost, step.computation is Computation.FORWARD

@@ -109,22 +109,18 @@ class GroupTimes:
 
 @dataclass
 class StageTimes:
-    """The steps of one stage, with copies that are `exact` to the tensor, or one piece for each group.
-
-    `in_step`: `LayerCost.other_bytes` are read, as of a stage with one microbatch in a step.
-    """
+    """The steps of one stage, with copies that are `exact` to the tensor, or one piece for each group."""
 
     cost: StageCost
-    groups: list[GroupTimes]
-    exact: bool = False
-    in_step: bool = False
+    link: Link
+    exact: bool
 
-    @staticmethod
-    def of(cost: StageCost, link: Link, *, exact: bool = False, in_step: bool = False) -> StageTimes:
-        """Return the times of a stage."""
-        splits = cost.splits or (None,) * len(cost.groups)
-        groups = [GroupTimes.of(group, split, link) for group, split in zip(cost.groups, splits, strict=True)]
-        return StageTimes(cost, groups, exact, in_step)
+    @cached_property
+    def groups(self) -> list[GroupTimes]:
+        """The groups, in order of the forward."""
+        splits = self.cost.splits or (None,) * len(self.cost.groups)
+        pairs = zip(self.cost.groups, splits, strict=True)
+        return [GroupTimes.of(group, split, self.link) for group, split in pairs]
 
     @cached_property
     def pieces(self) -> list[tuple[Piece, ...]]:
@@ -137,7 +133,6 @@ class StageTimes:
         forward, backward, inputs, weights = list[Part](), list[Part](), list[Part](), list[Part]()
         for k, group in enumerate(self.groups):
             cost = group.cost
-            levels = cost.other_bytes if self.in_step else (0, 0, 0, 0)
             own = Part(
                 gap=cost.gap_forward,
                 seconds=cost.forward,
@@ -145,7 +140,7 @@ class StageTimes:
                 temporary=cost.forward_temporary,
                 gap_temporary=cost.gap_forward_temporary,
                 kept=cost.kept_bytes,
-                levels=levels[:2],
+                levels=cost.other_bytes[:2],
                 uses=group.uses(Computation.FORWARD, exact=self.exact),
                 at_once=self.exact and cost.unpacks_at_once,
                 frees=False,
@@ -160,7 +155,7 @@ class StageTimes:
                 temporary=cost.backward_temporary,
                 gap_temporary=cost.gap_backward_temporary,
                 kept=-cost.kept_bytes,
-                levels=levels[2:],
+                levels=cost.other_bytes[2:],
                 uses=group.uses(Computation.BACKWARD, exact=self.exact),
                 frees=True,
                 last=True,
