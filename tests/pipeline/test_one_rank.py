@@ -72,6 +72,7 @@ def test_the_order_of_the_schedule_is_the_one_that_runs(name):
     train(schedule, modules, 2)
     ran = handle.order
     assert ran == handle.plan.order
+    assert {stage.report().because for stage in handle.stages.values()} == {handle.plan.because}
     if name != "Schedule1F1B":  # of which PyTorch has a diagram only, with one forward too many
         assert before == ran
     assert len(ran) >= 2 * 4

@@ -210,7 +210,8 @@ class StageSteering(Steering):
         if plan is not None:
             offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0)}
         calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
-        return Plan.of(max(len(order), 1), calls, names=self.names, nbytes=self._log.bytes_of(order))
+        because = "" if plan is None else plan.because
+        return Plan.of(max(len(order), 1), calls, names=self.names, nbytes=self._log.bytes_of(order), because=because)
 
 
 class RankStage:
