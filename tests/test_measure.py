@@ -312,12 +312,13 @@ def made_up(*levels: tuple[float, int], more: tuple[Span, ...] = ()) -> Timeline
 
 
 def test_costs_read_off_the_steps_of_the_resident_bytes() -> None:
-    timeline = made_up((0.25, 10), (0.5, 30), (1.0, 35), (1.5, 30), (2.0, 10), (3.0, 0))
+    timeline = made_up((0.25, 10), (0.5, 30), (0.75, 35), (1.0, 75), (1.5, 35), (2.0, 10), (3.0, 0))
     (cost,) = measured_costs(timeline)
     assert [(s.nbytes, s.saved_at, s.needed_at) for s in cost.saved] == [
-        (10, 0.25, 0.5),
-        (20, 0.5, 0.25),
-        (5, 1.0, 0.0),
+        (10, 0.25, 0.75),
+        (20, 0.5, 0.5),
+        (5, 0.75, 0.25),
+        (40, 1.0, 0.0),
     ]
     assert (cost.forward, cost.backward) == (1.0, 2.0)
 

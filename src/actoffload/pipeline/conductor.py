@@ -172,16 +172,13 @@ class Conductor:
             layer.retained = stays
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
-        """Note the bytes of the largest outputs that the schedule keeps for a microbatch, and of those not saved."""
+        """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
-        found = dict(_storages(outputs))
-        sent = sum(found.values())
+        storages = (tensor.untyped_storage() for tensor in tensors_in(outputs))
+        found = {address(storage): storage.nbytes() for storage in storages}
+        kept = sum(nbytes for key, nbytes in found.items() if not owner.registry.follows(key))
         self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
-        if step.stage not in self.learned.sent or sent > self.learned.sent[step.stage]:
-            self.learned.sent[step.stage] = sent
-            self.learned.boundary[step.stage] = sum(
-                nbytes for key, nbytes in found.items() if not owner.registry.follows(key)
-            )
+        self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
 
     def _learn_used(self, microbatch: Microbatch) -> None:
         """Note what the backward of the weights has unpacked, by group."""
@@ -258,10 +255,3 @@ class Conductor:
             if action.do is Do.RELEASE and self.plan is not None:
                 for k in self.plan.sharing(chunk):
                     owner.do(Do.RELEASE, k)
-
-
-def _storages(tensors: Any) -> Iterator[tuple[int, int]]:
-    """Yield address and bytes of the storages of nested tensors."""
-    for tensor in tensors_in(tensors):
-        storage = tensor.untyped_storage()
-        yield address(storage), storage.nbytes()

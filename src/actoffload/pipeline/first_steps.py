@@ -371,7 +371,8 @@ class FirstSteps:
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
             if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            if has_grown(self._conductor.learned.sent.get(stage.index, 0), self.mine.costs[stage.index].sent_forward):
+            kept, cost = self._conductor.learned.boundary.get(stage.index, 0), self.mine.costs[stage.index]
+            if has_grown(kept + stage.steering.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import median
 
 from .._arguments import check_bytes, check_fits, check_seconds, check_whole
-from .timeline import Kind, Span, Timeline
+from .timeline import Kind, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
+__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "evenly", "measured_costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,13 @@ class LayerCost:
         check_whole(pieces=pieces, least=1)
         pieces = min(pieces, nbytes)
         sizes = [nbytes // pieces] * (pieces - 1) + [nbytes // pieces + nbytes % pieces] if pieces else []
-        saved = [Saved(size, (k + 1) / pieces, (pieces - 1 - k) / pieces) for k, size in enumerate(sizes)]
-        return cls(forward, backward, tuple(saved))
+        return cls(forward, backward, evenly(sizes))
+
+
+def evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
+    """Return tensors that are saved at equal distances, and needed in reverse order; those without bytes are none."""
+    count = len(sizes)
+    return tuple(Saved(nbytes, (k + 1) / count, (count - 1 - k) / count) for k, nbytes in enumerate(sizes) if nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +240,8 @@ def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:
     """Return the cost of each layer, in execution order, of a step that was recorded without any copy.
 
-    Record with a context of manual synchronization and call nothing on its controller.  Backward is assumed to need the
-    saved tensors in reverse order.
+    Record with a context of manual synchronization and call nothing on its controller.  The tensors of a layer count as
+    saved at equal distances, and as needed in reverse order.
 
     Parameters
     ----------
@@ -286,33 +291,7 @@ def _one(timeline: Timeline) -> list[LayerCost]:
         raise ValueError("The recording has no whole step: every layer needs its forward and its backward.")
     costs = []
     for layer in sorted(forward):
-        saved = [(at, change) for at, change in _changes(timeline, forward[layer]) if change > 0]
-        freed = [(at, -change) for at, change in _changes(timeline, backward[layer]) if change < 0]
-        needed = _needed(freed, [nbytes for _, nbytes in saved])
-        tensors = tuple(Saved(nbytes, at, needed_at) for (at, nbytes), needed_at in zip(saved, needed, strict=True))
-        costs.append(LayerCost(forward[layer].seconds, backward[layer].seconds, tensors))
+        levels, span = pairwise(((0.0, 0), *timeline.resident)), forward[layer]
+        rises = [now - before for (_, before), (at, now) in levels if span.start <= at <= span.end and now > before]
+        costs.append(LayerCost(span.seconds, backward[layer].seconds, evenly(rises)))
     return costs
-
-
-def _changes(timeline: Timeline, span: Span) -> list[tuple[float, int]]:
-    """Return the changes of the resident bytes in a span: (fraction of the span, bytes)."""
-    seconds = span.seconds or 1.0
-    levels = pairwise(((0.0, 0), *timeline.resident))
-    return [
-        (min(max((at - span.start) / seconds, 0.0), 1.0), nbytes - before)
-        for (_, before), (at, nbytes) in levels
-        if span.start <= at <= span.end and nbytes != before
-    ]
-
-
-def _needed(falls: list[tuple[float, int]], sizes: Sequence[int]) -> list[float]:
-    """Return when backward needs each tensor: the next one is needed where those before it are freed."""
-    needed = [0.0] * len(sizes)
-    at, freed, used = 0.0, 0, 0
-    for k in reversed(range(len(sizes))):
-        while falls and freed < used:
-            at, nbytes = falls.pop(0)
-            freed += nbytes
-        needed[k] = at
-        used += sizes[k]
-    return needed

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.costs import LayerCost, Link, Saved, evenly
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
@@ -113,7 +113,7 @@ def layer_costs(
             LayerCost(
                 forward,
                 backward,
-                tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else _evenly(sizes[k]),
+                tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k]),
                 gap_forward=gap_forward,
                 gap_backward=gap_backward,
                 other_bytes=levels,
@@ -190,8 +190,7 @@ class Learned:
     order: tuple[Step, ...] = ()  # of the latest whole step
     used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
     split: dict[int, bool] = field(default_factory=dict)  # by stage
-    sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
-    boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
+    boundary: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output that are not saved
     returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
 
 
@@ -241,7 +240,7 @@ def stage_cost(
             LayerCost(
                 forward.seconds,
                 backward.seconds,
-                _evenly([nbytes for _, nbytes in saved[k]]),
+                evenly([nbytes for _, nbytes in saved[k]]),
                 gap_forward=forward.gap,
                 gap_backward=backward.gap,
                 gap_forward_temporary=most.get((Kind.FORWARD, k, False), 0),
@@ -252,14 +251,11 @@ def stage_cost(
         )
         used = learned.used.get((stage, k), frozenset())
         splits.append(SplitCost(*halves, sum(nbytes for place, nbytes in saved[k] if place in used)))
-    sent = learned.sent.get(stage, 0)
     boundary, output = kept_outputs(stage, learned)
     return StageCost(
         tuple(groups),
         tuple(splits) if split else (),
         boundary + outside,
-        sent_forward=sent,
-        sent_backward=learned.sent.get(stage - 1, sent),
         other_bytes=other_bytes,
         output_bytes=output,
         gradient_bytes=tuple(gradients),
@@ -293,9 +289,3 @@ def _group_times(
     if backward is None:
         backward = [Span(each.gap, sum(half)) for each, half in zip(inputs or (), halves, strict=True)]
     return list(zip(forward, backward, halves, strict=True))
-
-
-def _evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
-    """Return storages that are saved at equal distances, and needed in reverse order."""
-    count = len(sizes)
-    return tuple(Saved(nbytes, (k + 1) / count, (count - 1 - k) / count) for k, nbytes in enumerate(sizes) if nbytes)
