@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -56,9 +56,6 @@ def offload(
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
-    # An iterator is read once.
-    layers = list(layers) if isinstance(layers, Iterator) else layers
-    keep = list(keep) if isinstance(keep, Iterator) else keep
     limits = check_arguments(
         layers=layers,
         num_layers=num_layers,

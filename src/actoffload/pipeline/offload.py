@@ -176,8 +176,9 @@ def offload(
     >>> handle.remove()
     """
     common: dict[str, Any] = {
-        "layers": layers,
-        "keep": keep,
+        # An iterator is read once.
+        "layers": list(layers) if isinstance(layers, Iterator) else layers,
+        "keep": list(keep) if isinstance(keep, Iterator) else keep,
         "min_bytes": min_bytes,
         "fraction": fraction,
         "max_host_bytes": max_host_bytes,
@@ -238,9 +239,6 @@ def _offload_schedule(
         None if budget is None else budget_bytes(budget, backend.total_memory()),
         may_recompute=recompute == "auto" and backend.times,
     )
-    # An iterator is read once, and there may be several stages.
-    layers = list(layers) if isinstance(layers, Iterator) else layers
-    keep = list(keep) if isinstance(keep, Iterator) else keep
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
     policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)

@@ -87,7 +87,6 @@ class Profile:
     when: list[float]  # seconds at which the moments come
     needs: list[int]  # bytes on the device from each moment to the next, at most
     times: list[GroupTimes]
-    start: list[float]  # seconds when its forward starts
     ahead: list[float]  # seconds by which its copies must start before it is used
     link: Link
 
@@ -96,12 +95,11 @@ class Profile:
         """Return the profile of a rank as it was run without offloading, with its moments noted."""
         when = list(accumulate(rank.when, max))
         groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
-        start = [when[spot.saved] for spot in spots.all]
         ahead = [
             group.input_ahead if spot.last != spot.use else group.back_ahead
             for group, spot in zip(groups, spots.all, strict=True)
         ]
-        return Profile(spots, when, rank.needs, groups, start, ahead, link)
+        return Profile(spots, when, rank.needs, groups, ahead, link)
 
     @property
     def peak_bytes(self) -> int:
@@ -114,7 +112,10 @@ class Profile:
         for number, members in enumerate(self.spots.kinds):
             if self.times[members[0]].nbytes:
                 seconds = sorted(
-                    self.when[self.spots.all[k].use] - self.start[k] - self.times[k].out_after - self.ahead[k]
+                    self.when[self.spots.all[k].use]
+                    - self.when[self.spots.all[k].saved]
+                    - self.times[k].out_after
+                    - self.ahead[k]
                     for k in members
                 )
                 found.append((-seconds[len(seconds) // 2], number, members))
@@ -275,7 +276,7 @@ class _Run:
         profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
         when, found, ends = profile.when, dict[int, int](), list[float]()
         for k in chosen:
-            spot, times, start = profile.spots.all[k], profile.times[k], profile.start[k]
+            spot, times, start = profile.spots.all[k], profile.times[k], when[profile.spots.all[k].saved]
             ends = [end for end in ends if end > start] if max_inflight is not None else ends
             if max_inflight is not None and len(ends) >= max_inflight:
                 continue

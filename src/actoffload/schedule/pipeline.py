@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -295,15 +296,8 @@ def gpipe(ranks: int, microbatches: int) -> tuple[Order, ...]:
 def one_f_one_b(ranks: int, microbatches: int) -> tuple[Order, ...]:
     """Return the order of each rank in ``Schedule1F1B``."""
     check_whole(ranks=ranks, microbatches=microbatches, least=1)
-    orders = []
-    for rank in range(ranks):
-        warmup = min(ranks - rank, microbatches)  # the forward that goes before the first backward included
-
-        def stage(_: int, rank: int = rank) -> int:
-            return rank
-
-        orders.append(_alternate(warmup - 1, microbatches, stage, stage))
-    return tuple(orders)
+    stages = ([rank] * microbatches for rank in range(ranks))
+    return tuple(_alternate(min(ranks - rank, microbatches) - 1, own, own) for rank, own in enumerate(stages))
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> tuple[Order, ...]:
@@ -325,14 +319,9 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
     orders = []
     for rank in range(ranks):
         warmup = min((stages_per_rank - 1) * in_round + 2 * (ranks - 1 - rank), total)
-
-        def forward(k: int, rank: int = rank) -> int:
-            return k // in_round % stages_per_rank * ranks + rank
-
-        def backward(k: int, rank: int = rank) -> int:
-            return (stages_per_rank - 1 - k // in_round % stages_per_rank) * ranks + rank
-
-        orders.append(_alternate(warmup, total, forward, backward))
+        loops = [k // in_round % stages_per_rank for k in range(total)]
+        forwards = [loop * ranks + rank for loop in loops]
+        orders.append(_alternate(warmup, forwards, [(stages_per_rank - 1 - loop) * ranks + rank for loop in loops]))
     return tuple(orders)
 
 
@@ -347,23 +336,19 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> tuple
     return tuple(orders)
 
 
-def _alternate(warmup: int, total: int, forward: Callable[[int], int], backward: Callable[[int], int]) -> Order:
-    """Return some forwards, then one forward and one backward in turn, then the other backwards.
-
-    `forward` and `backward` give the stage of the k-th of each.
-    """
+def _alternate(warmup: int, forwards: Sequence[int], backwards: Sequence[int]) -> Order:
+    """Return some forwards, then one forward and one backward in turn, then the other backwards, given by stages."""
     steps: list[Step] = []
-    done: dict[tuple[int, Computation], int] = {}
+    done = Counter[tuple[int, Computation]]()
 
     def add(stage: int, computation: Computation) -> None:
-        microbatch = done.get((stage, computation), 0)
-        done[stage, computation] = microbatch + 1
-        steps.append(Step(stage, computation, microbatch))
+        steps.append(Step(stage, computation, done[stage, computation]))
+        done[stage, computation] += 1
 
-    for k in range(total):
-        add(forward(k), FORWARD)
+    for k, stage in enumerate(forwards):
+        add(stage, FORWARD)
         if k >= warmup:
-            add(backward(k - warmup), BACKWARD)
-    for k in range(total - warmup, total):
-        add(backward(k), BACKWARD)
+            add(backwards[k - warmup], BACKWARD)
+    for stage in backwards[len(forwards) - warmup :]:
+        add(stage, BACKWARD)
     return tuple(steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -84,7 +85,6 @@ class PipelinePlan(AnyPlan):
     nbytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
     saved_peak_bytes: int | None = None
-    actions: Actions = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     KIND = "pipeline plan"
@@ -103,7 +103,6 @@ class PipelinePlan(AnyPlan):
             problem = self._problem(chunk, transfer)
             if problem:
                 raise ValueError(f"The plan offloads {chunk}, but {problem}.")
-        object.__setattr__(self, "actions", self._by_moment())
 
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
         """Return what is done at a moment, in order; empty for most."""
@@ -183,14 +182,13 @@ class PipelinePlan(AnyPlan):
                 return f"{self.order[moment.step]} has no position {moment.position}"
         return ""
 
-    def _by_moment(self) -> Actions:
-        """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
+    @cached_property
+    def actions(self) -> Actions:
+        """Actions by step and position: releases, then reloads in the order in which they are used, then offloads."""
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
-            first, saved = (
-                self.first_use(chunk),
-                self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group),
-            )
+            first = self.first_use(chunk)
+            saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
             calls += (saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)
             if transfer.reload_again is not None:
                 calls.append((self.end(first.step), 0, first, chunk))
