@@ -44,8 +44,6 @@ class Fit:
         The fastest plan that was found for them within the limit, or the leanest, if none is.
     limit_bytes, host_bytes : int, optional
         Device and host memory that the pass may take.
-    in_flight : int
-        Number of passes that need host memory at once.
 
     Examples
     --------
@@ -61,7 +59,6 @@ Of 2 groups 0 are offloaded and 0 recomputed.
     plan: Plan
     limit_bytes: int | None = None
     host_bytes: int | None = None
-    in_flight: int = 1
 
     @property
     def factor(self) -> float:
@@ -82,11 +79,7 @@ Of 2 groups 0 are offloaded and 0 recomputed.
     def fits(self) -> bool:
         """Whether such a pass is expected to be within the limits."""
         device = self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
-        return device and (self.host_bytes is None or self._offloaded <= self.host_bytes)
-
-    @property
-    def _offloaded(self) -> int:
-        return self.plan.offloaded_bytes * self.in_flight
+        return device and (self.host_bytes is None or self.plan.offloaded_bytes <= self.host_bytes)
 
     def __str__(self) -> str:
         plan, limit = self.plan, "" if self.limit_bytes is None else f" of {size(self.limit_bytes)}"
@@ -95,8 +88,8 @@ Of 2 groups 0 are offloaded and 0 recomputed.
         done = f"Of {len(plan.names)} groups {len(plan.offloaded)} are offloaded and {len(plan.recomputed)} recomputed."
         if self.fits:
             return f"{inputs} fit: {peak}, pass {milliseconds(self.seconds)}. {done}"
-        if self.host_bytes is not None and self._offloaded > self.host_bytes:
-            host = f"{size(self._offloaded)} of host memory of {size(self.host_bytes)}"
+        if self.host_bytes is not None and plan.offloaded_bytes > self.host_bytes:
+            host = f"{size(plan.offloaded_bytes)} of host memory of {size(self.host_bytes)}"
             return f"{inputs} do not fit: they would take {host}."
         return f"{inputs} do not fit: {peak}. {done}"
 
@@ -135,74 +128,32 @@ class Room(NamedTuple):
 
 @dataclass
 class Findings:
-    """What the first passes have shown so far, and the plan that follows from it.
+    """What the first passes have shown so far, and the plan that follows from it."""
 
-    Parameters
-    ----------
-    plan : Plan, optional
-        The plan that is tried, and in the end kept.
-    adopts : bool
-        Whether groups are offloaded with what was saved before them.
-    limit : int, optional
-        Bytes of device memory that a pass may take.
-    reserve : int
-        Bytes by which the limit is smaller for the rank that takes most.
-    size : int
-        Elements of the inputs.
-    in_flight : int
-        Number of passes whose memory is needed at once.
-    allocated_before : int
-        Bytes of device memory that were allocated before a pass, for which the plan is.
-    more : int
-        Bytes that were allocated in this rank beyond those of the rank that planned.
-    bare : Peak
-        Of a pass in which everything is kept, as it is expected or was measured.
-    host_bytes : int, optional
-        Bytes to which the host memory is reduced at the start of this pass.
-    excess : int
-        Bytes by which passes took more memory than the costs of groups add up to.
-    tokens : int
-        Elements of the largest of the inputs.
-    gradients : tuple of tuple of int
-        Bytes of gradients that each group finds at its four borders, without those from before the pass.
-    device_bytes, largest, budget : int
-        Bytes that the device has; of the largest tensor; and that the program allows.
-    outside : float
-        Seconds of a pass before its first group and behind its last one.
-    pace : float
-        Measured seconds of a pass with the plan, by the seconds that were expected.
-    names : tuple of str
-        The groups, in execution order.
-    ways : sequence of tuple of Variant
-        The measured ways to run each group, the first of them without replay; empty if they are not known.
-    link : Link, optional
-        With all ranks copying; None if nothing can be offloaded.
-    host_limit : int, optional
-        Bytes of host memory that a pass may take.
-    """
+    plan: Plan | None = None  # that is tried, and in the end kept
+    adopts: bool = False  # groups are offloaded with what was saved before them
+    budget: int | None = None  # bytes of device memory that the program allows
+    limit: int | None = None  # bytes of device memory that a pass may take
+    reserve: int = 0  # bytes by which the limit is smaller for the rank that takes most
+    device_bytes: int | None = None  # that the device has
+    largest: int = 0  # bytes of the largest tensor
+    size: int = 0  # elements of the inputs
+    tokens: int = 0  # elements of the largest of the inputs
+    in_flight: int = 1  # passes whose memory is needed at once
+    allocated_before: int = 0  # bytes of device memory before a pass, for which the plan is
+    more: int = 0  # bytes that were allocated in this rank beyond those of the rank that planned
+    bare: Peak = field(default_factory=Peak)  # of a pass in which everything is kept, expected or measured
+    host_bytes: int | None = None  # to which the host memory is reduced at the start of this pass
+    excess: int = 0  # bytes by which passes took more memory than the costs of groups add up to
+    gradients: tuple[tuple[int, ...], ...] = ()  # bytes that each group finds at its four borders, new in the pass
+    outside: float = 0.0  # seconds of a pass before its first group and behind its last one
+    pace: float = 1.0  # measured seconds of a pass with the plan, by the seconds that were expected
 
-    plan: Plan | None = None
-    adopts: bool = False
-    limit: int | None = None
-    reserve: int = 0
-    size: int = 0
-    in_flight: int = 1
-    allocated_before: int = 0
-    more: int = 0
-    bare: Peak = field(default_factory=Peak)
-    host_bytes: int | None = None
-    excess: int = 0
-    tokens: int = 0
-    gradients: tuple[tuple[int, ...], ...] = ()
-    device_bytes: int | None = None
-    largest: int = 0
-    budget: int | None = None
-    outside: float = 0.0
-    pace: float = 1.0
-    names: tuple[str, ...] = ()
-    ways: Sequence[tuple[Variant, ...]] = ()
-    link: Link | None = None
-    host_limit: int | None = None
+    # The costs that were measured
+    names: tuple[str, ...] = ()  # of the groups, in execution order
+    ways: Sequence[tuple[Variant, ...]] = ()  # to run each group, the first of them without replay; empty if not known
+    link: Link | None = None  # with all ranks copying; None if nothing can be offloaded
+    host_limit: int | None = None  # bytes of host memory that a pass may take
     _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def chosen(self, **changes: Any) -> Plan:
@@ -248,9 +199,9 @@ class Findings:
         assert self.plan is not None
         limit = self._limit_at(tokens, limit)
         measured = tokens == self.tokens and limit == self.limit
-        room = {} if host_bytes is None else {"host_limit": host_bytes // self.in_flight}
+        room = {} if host_bytes is None else {"host_limit": host_bytes}
         plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=_rounded(limit), **room)
-        return Fit(tokens, self.tokens, plan, limit, host_bytes, in_flight=self.in_flight)
+        return Fit(tokens, self.tokens, plan, limit, host_bytes)
 
     def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
         """Return the largest inputs that fit, to about one percent; the smallest that do not, if none do."""

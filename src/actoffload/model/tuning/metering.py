@@ -1,4 +1,4 @@
-"""Time passes of a model, one at a time, and note what each is for and what it saved."""
+"""The passes of a model that are measured: what each is for, how long it takes, and what it saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import FollowedModule
 from ..replays import OperatorTimes
 
-__all__ = ["LEAN", "TRACED", "PassTimer", "Peak", "Stage", "TimedPass", "count_elements"]
+__all__ = ["LEAN", "TRACED", "Peak", "Stage", "TimedPass", "count_elements"]
 
 BUSY = 0.02
 """Seconds for which the device is kept busy before a measured pass."""
@@ -72,13 +72,15 @@ class TimedPass:
     elements: int  # of the inputs
     begun: StreamEvent
     tokens: int = 0  # elements of the largest of the inputs
+    thread: int = field(default_factory=threading.get_ident)  # that runs its forward
     ended: StreamEvent | None = None
     meter: Meter | None = None
     sequence: tuple[GroupKey, ...] = ()
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
     shared: int = 0  # bytes that many groups save
-    refused: int = 0  # saved tensors for which there was no host memory
+    refused_before: int = 0  # saved tensors for which there was no host memory, in earlier passes
+    refused: int = 0  # and in this one
     waiting: int = 0  # earlier passes whose backward is still to come
     operators: OperatorTimes | None = None  # of the groups that are recomputed
     memory: bool = False  # its peak is read
@@ -87,12 +89,33 @@ class TimedPass:
 
     @staticmethod
     def begin(
-        stage: Stage, number: int, inputs: Sequence[torch.Tensor], backend: Backend, *, memory: bool = False
+        stage: Stage,
+        number: int,
+        inputs: Sequence[torch.Tensor],
+        engine: Engine,
+        groups: Iterable[FollowedModule],
+        *,
+        memory: bool,
     ) -> TimedPass:
-        """Return a pass that begins now; `memory`: its peak is read, which takes longer."""
+        """Return a pass that begins now, which is measured by group in some stages.
+
+        `memory`: its peak is read, which takes longer.
+        """
+        backend = engine.backend
+        if stage in MEASURED:
+            backend.occupy(BUSY)
         allocated = (backend.allocated() or (0, 0))[0] if memory else 0
         begun, elements = backend.record_timed(current_stream(backend)), count_elements(inputs)
-        return TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
+        timed = TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
+        timed.refused_before = engine.counters.kept(Reason.HOST_FULL)
+        if stage in MEASURED:
+            modules = [module for group in groups if (module := group.ref()) is not None]
+            parts = dict.fromkeys(part for group in modules for part in group.modules())
+            timed.meter = Meter(backend, engine.counters, memory=True, modules=parts)
+            engine.record(timed.meter)
+        if stage in TRACED:
+            timed.operators = OperatorTimes(backend)
+        return timed
 
     def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
@@ -110,8 +133,9 @@ class TimedPass:
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(reached)
 
-    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey], engine: Engine) -> None:
         """Take what the groups saved in the forward."""
+        self.refused = engine.counters.kept(Reason.HOST_FULL) - self.refused_before
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
@@ -138,10 +162,6 @@ class TimedPass:
         borders = self.meter.borders
         return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
 
-    def larger(self, elements: int) -> float:
-        """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
-        return elements / self.elements if elements and self.elements else 1.0
-
     def peak_at(self, elements: int, allocated: int) -> int:
         """Return its peak as it is with as many elements, and so much allocated before; 0 if it is not known."""
         return Peak(self.peak, self.elements, self.allocated).at(elements, allocated) if self.peak else 0
@@ -164,56 +184,3 @@ def count_tokens(inputs: Sequence[torch.Tensor]) -> int:
     """Return the elements of the largest input of whole numbers, such as `input_ids`; of any, if there is none."""
     whole = [tensor for tensor in inputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
     return max((tensor.numel() for tensor in whole or inputs), default=0)
-
-
-class PassTimer:
-    """Times the passes of a model, and has the one in progress, or the latest.
-
-    Parameters
-    ----------
-    engine, groups
-        Of the model.
-    """
-
-    def __init__(self, engine: Engine, groups: Sequence[FollowedModule] = ()) -> None:
-        self._engine, self._groups = engine, groups
-        self._current: TimedPass | None = None
-        self._thread = 0  # that runs its forward
-        self._refused = 0  # saved tensors for which there was no host memory, before it
-
-    def begin(self, stage: Stage, number: int, inputs: Sequence[torch.Tensor], *, memory: bool = False) -> TimedPass:
-        """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
-        backend = self._engine.backend
-        self._thread = threading.get_ident()
-        if stage in MEASURED:
-            backend.occupy(BUSY)
-        timed = self._current = TimedPass.begin(stage, number, inputs, backend, memory=memory)
-        self._refused = self._engine.counters.kept(Reason.HOST_FULL)
-        if stage in MEASURED:
-            groups = [module for group in self._groups if (module := group.ref()) is not None]
-            parts = dict.fromkeys(part for group in groups for part in group.modules())
-            timed.meter = Meter(backend, self._engine.counters, memory=True, modules=parts)
-            self._engine.record(timed.meter)
-        if stage in TRACED:
-            timed.operators = OperatorTimes(backend)
-        return timed
-
-    def of_thread(self) -> TimedPass | None:
-        """Return the pass whose forward the calling thread runs; None if it is not timed."""
-        return self._current if self._thread == threading.get_ident() else None
-
-    def count_refused(self, timed: TimedPass) -> None:
-        """Count the tensors that the forward of a pass kept for lack of host memory."""
-        timed.refused = self._engine.counters.kept(Reason.HOST_FULL) - self._refused
-
-    def take(self) -> TimedPass | None:
-        """Return the pass, which is over, and forget it; None if a step was recorded in the middle of it."""
-        timed, recorder = self._current, self._engine.recorder
-        self.drop()
-        return None if timed is not None and timed.meter is not None and timed.meter is not recorder else timed
-
-    def drop(self) -> None:
-        """Forget the pass, and read none of its events."""
-        if isinstance(self._engine.recorder, Meter):
-            self._engine.record(None)
-        self._current = None

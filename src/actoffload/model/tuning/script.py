@@ -82,12 +82,8 @@ class Script:
 
     Parameters
     ----------
-    engine, groups, plans, log
-        Of the model.
-    budget : int, optional
-        Bytes of device memory that a pass may take.
-    policies : mapping of int to Policy, optional
-        By group: how it may be replayed.
+    engine, groups, plans, log, budget, policies
+        As in `Tuner`.
     room_of_all : callable
         From the room of this rank to the room with which a plan fits in all ranks.
     short : int
@@ -439,7 +435,7 @@ def representatives(groups: Sequence[FollowedModule], among: Iterable[int], *, s
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
     """Return the operators of groups that a pass timed, as for inputs with as many elements."""
     assert timed.operators is not None
-    larger = timed.larger(elements)
+    larger = elements / timed.elements if elements and timed.elements else 1.0
     costs = timed.operators.costs()
     if larger == 1.0:
         return costs

@@ -30,7 +30,7 @@ from ...tune.meter import Meter
 from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import group_names
 from .findings import Findings, Room
-from .metering import LEAN, PassTimer, Stage, TimedPass, count_elements
+from .metering import LEAN, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representatives, room_in
 from .steering import RolesOfPlan, recomputing
@@ -97,7 +97,7 @@ class Tuner:
         self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
         self._number = 0
-        self._timer = PassTimer(engine, groups)
+        self._timed: TimedPass | None = None  # the pass in progress, or the latest
         self._settled = 0  # pass since which there is a plan
         self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
@@ -186,7 +186,7 @@ class Tuner:
         self._alone = False
         aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
         if aside:
-            self._timer.drop()  # [guard: pass measured while a graph is captured or a step is recorded]
+            self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
             if self._ranks.exchange is None:
                 return self._whole()
         self._close()
@@ -204,22 +204,22 @@ class Tuner:
             # Blocks that were cut for the passes before would leave gaps for those with this plan.
             self._engine.backend.release_device()
         memory = stage is Stage.PLAN and self.found.limit is not None
-        timed = self._timer.begin(stage, self._number, tensors, memory=memory)
+        timed = TimedPass.begin(stage, self._number, tensors, self._engine, self._groups, memory=memory)
+        self._timed = timed
         return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
-        timed = self._timer.of_thread()
-        if timed is not None:
+        timed = self._timed
+        if timed is not None and timed.thread == threading.get_ident():
             timed.watch(self._engine.backend, tensors_in(output))
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
         self._plans.learn(sequence)
-        timed = self._timer.of_thread()
+        timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
         if timed is not None:
-            timed.saw(done, sequence)
-            self._timer.count_refused(timed)
+            timed.saw(done, sequence, self._engine)
         if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
             self._log.forward_done(done, sequence)
             if timed is not None and self._log.latest is not None:
@@ -228,13 +228,20 @@ class Tuner:
     def retire(self) -> None:
         """Stop measuring."""
         with self._lock:
-            self._timer.drop()
+            self._drop()
             self._ranks.leave()
+
+    def _drop(self) -> None:
+        """Forget the pass, and read none of its events."""
+        if isinstance(self._engine.recorder, Meter):
+            self._engine.record(None)
+        self._timed = None
 
     def _close(self) -> None:
         """End the pass before this one, and go on by what it showed."""
-        timed = self._timer.take()
-        if timed is None:
+        timed, recorder = self._timed, self._engine.recorder
+        self._drop()
+        if timed is None or (timed.meter is not None and timed.meter is not recorder):  # a step was recorded in it
             return
         if timed.ended is None:
             self._unfinished += 1
