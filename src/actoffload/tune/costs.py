@@ -61,16 +61,10 @@ def _beside(others: Sequence[Copy]) -> Callable[[Copy], float]:
 
 
 def _rate(copies: Sequence[Copy], shared: Sequence[float]) -> float | None:
-    """Return the bytes per second of copies in one direction, of those that ran alone if there are such.
-
-    Half of the bytes travelled faster: a copy that found its queue empty waited for the host, too.
-    """
+    """Return the bytes per second of copies in one direction, of those that ran alone if there are such."""
     alone = [copy for copy, part in zip(copies, shared, strict=True) if not part] or copies
-    rates = sorted((copy.nbytes / copy.seconds, copy.nbytes) for copy in alone if copy.seconds > 0)
-    half = sum(nbytes for _, nbytes in rates) / 2
-    return next(
-        (rate for (rate, _), until in zip(rates, accumulate(n for _, n in rates), strict=True) if until >= half), None
-    )
+    seconds = sum(copy.seconds for copy in alone)
+    return sum(copy.nbytes for copy in alone) / seconds if seconds > 0 else None
 
 
 def layer_costs(

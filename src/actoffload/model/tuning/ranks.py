@@ -30,7 +30,7 @@ from ...tune.exchange import Exchange, LostRankError, disagreement, register
 from .findings import Findings, Room
 from .metering import Peak, Stage
 
-__all__ = ["WINDOW", "Decision", "Ranks", "exchange_of", "ranks_of"]
+__all__ = ["WINDOW", "Decision", "Ranks", "ranks_of"]
 
 WINDOW = 8  # passes between two looks for an announcement
 FIRST = "in the first forward"
@@ -76,12 +76,6 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
     for module in (active_data_parallel(), *model.modules()):
         if any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__):
             yield tuple(sorted(dist.get_process_group_ranks(module.process_group)))
-
-
-def exchange_of(model: Module) -> Exchange | None:
-    """Return the exchange of the ranks of a model; None if it runs in this process alone."""
-    ranks = ranks_of(model)
-    return Exchange.of("model", ranks) if ranks else None
 
 
 P = ParamSpec("P")
@@ -145,7 +139,8 @@ class Ranks:
             In all ranks, if arguments differ.
         """
         model = None if self._model is None else self._model()
-        self.exchange = None if model is None else exchange_of(model)
+        ranks = () if model is None else ranks_of(model)
+        self.exchange = Exchange.of("model", ranks) if ranks else None
         problem = self._compare()
         if problem:
             self.exchange = None

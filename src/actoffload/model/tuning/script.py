@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf, log2
+from math import inf
 from typing import TypeAlias
 
 from ..._text import size
@@ -212,29 +212,30 @@ class Script:
 
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
         """Return the ways to run each group, the first of them without replay."""
-        allocated = self.found.allocated_before
         sequence = lean.sequence
-        compiled = {k for k, key in enumerate(sequence) if self._is_compiled(self._groups[key.group])}
-        kinds: list[Hashable] = [
-            (type(self._groups[key.group].module), round(2 * log2(sum(sizes) + 1)))
-            for key, sizes in zip(sequence, lean.sizes, strict=True)
-        ]
-        assert lean.meter is not None
-        measured = layer_costs(lean.meter, lean.sizes, compiled, allocated)
-        costs = without_hooks(measured, lean.meter, kinds, HOST_SECONDS)
-        compiled_costs = self._compiled_costs((*traced, lean), allocated)
+        costs = self._costs(lean)
+        # By kind of compiled groups: the cost of one that was not run again, and of one that was.
+        compiled = dict[Hashable, tuple[LayerCost, LayerCost]]()
+        for timed in (*traced, lean):
+            if timed.meter is None or not timed.meter.borders:
+                continue
+            for key, cost in zip(timed.sequence, self._costs(timed), strict=True):
+                if cost.unpacks_at_once:
+                    kind = kind_of(self._groups[key.group])
+                    both = *compiled.get(kind, ()), cost
+                    compiled[kind] = max(both, key=_saved_bytes), min(both, key=_saved_bytes)
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
             for group, known in timed_operators(each, lean.elements).items():
                 operators.setdefault(group, tuple(known))
         found = list[tuple[Variant, ...]]()
-        for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
+        for key, cost in zip(sequence, costs, strict=True):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own, again = compiled_costs.get(kind_of(self._groups[key.group]), (cost, cost))
-            if once and k not in compiled and operators.get(key.group):
+            own, again = compiled.get(kind_of(self._groups[key.group]), (cost, cost))
+            if once and not cost.unpacks_at_once and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
-            elif once and k in compiled and own.nbytes > again.nbytes:
+            elif once and cost.unpacks_at_once and own.nbytes > again.nbytes:
                 again = again if cost.nbytes == own.nbytes else cost
                 host = min(again.host_backward, own.host_backward + again.host_forward)
                 own, again = _moved(own, cost), _moved(again, cost)
@@ -244,6 +245,14 @@ class Script:
                 found.append((Variant(cost),))
         batch = self._backend.batch
         return [tuple(way.map(lambda cost: cost.in_batches(batch)) for way in group) for group in found]
+
+    def _costs(self, timed: TimedPass) -> list[LayerCost]:
+        """Return what each group of a measured pass costs."""
+        assert timed.meter is not None
+        groups = [self._groups[key.group] for key in timed.sequence]
+        compiled = {k for k, group in enumerate(groups) if self._is_compiled(group)}
+        measured = layer_costs(timed.meter, timed.sizes, compiled, self.found.allocated_before)
+        return without_hooks(measured, timed.meter, list(map(kind_of, groups)), HOST_SECONDS)
 
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
@@ -267,26 +276,6 @@ class Script:
             backend.synchronize(device)
             rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
         return Link(*rates)
-
-    def _compiled_costs(
-        self, passes: Sequence[TimedPass], allocated: int
-    ) -> dict[Hashable, tuple[LayerCost, LayerCost]]:
-        """Return the cost of a compiled group of each kind that was not run again, and of one that was.
-
-        They save the most of their kind, and the least.
-        """
-        found = dict[Hashable, tuple[LayerCost, LayerCost]]()
-        for timed in passes:
-            if timed.meter is None or not timed.meter.borders:
-                continue
-            compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
-            kinds = [kind_of(self._groups[key.group]) for key in timed.sequence]
-            measured = layer_costs(timed.meter, timed.sizes, compiled, allocated)
-            costs = without_hooks(measured, timed.meter, kinds, HOST_SECONDS)
-            for k in compiled:
-                both = *found.get(kinds[k], ()), costs[k]
-                found[kinds[k]] = max(both, key=_saved_bytes), min(both, key=_saved_bytes)
-        return found
 
     @staticmethod
     def _is_compiled(group: FollowedModule) -> bool:
@@ -417,7 +406,7 @@ def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:
 
 
 def kind_of(group: FollowedModule) -> Hashable:
-    """Return what compiled groups have in common that cost the same: their type and the sizes of their weights."""
+    """Return what groups have in common that cost the same: their type and the sizes of their weights."""
     module = group.module
     return type(module), tuple(weight.shape for weight in module.parameters())
 

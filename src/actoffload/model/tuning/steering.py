@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -71,13 +72,13 @@ def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Po
 
 
 class RolesOfPlan:
-    """What a plan for the groups of one order means for others, made once for each; and how groups are recomputed.
+    """What a plan means: `roles` of the groups of any order, and how groups are recomputed.
 
     `offload_others`: groups that the plan does not know are offloaded.
     """
 
     def __init__(self, groups: Sequence[FollowedModule], plan: Plan, *, offload_others: bool = False) -> None:
-        self._groups, self.plan, self._offload_others = groups, plan, offload_others
+        self.plan = plan
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
         self.recompute: Mapping[int, Policy] = {
@@ -87,17 +88,13 @@ class RolesOfPlan:
         self.incremental = any(
             action.do is Do.INCREMENTAL_RELEASE for actions in plan.steps.values() for action in actions
         )
-        self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
-    def __call__(self, order: tuple[GroupKey, ...]) -> Roles:
-        """Return the roles of the groups of an order."""
-        found = self._known.get(order)
-        if found is None:
-            if len(self._known) >= 64:  # a model whose order changes all the time
-                self._known.clear()
-            plan = remap(self.plan, group_names(self._groups, order), offload_others=self._offload_others)
-            found = self._known[order] = Roles.of(plan, planned=True)
-        return found
+        @lru_cache(maxsize=64)  # of a model whose order changes
+        def roles(order: tuple[GroupKey, ...]) -> Roles:
+            found = remap(plan, group_names(groups, order), offload_others=offload_others)
+            return Roles.of(found, planned=True)
+
+        self.roles = roles
 
 
 class ByPlan(BySchedule):
@@ -120,7 +117,7 @@ class ByPlan(BySchedule):
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or the groups that are offloaded if that is enough."""
         mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
-        return PassSettings(mode, self._plans.order, self._roles, self._recompute)
+        return PassSettings(mode, self._plans.order, self._roles.roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""

@@ -325,7 +325,7 @@ class Tuner:
         if not roles.plan.offloaded and not recompute:
             return self._idle()
         mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
-        return PassSettings(mode, self._plans.order, roles, recompute)
+        return PassSettings(mode, self._plans.order, roles.roles, recompute)
 
     def _whole(self) -> PassSettings:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
@@ -336,7 +336,7 @@ class Tuner:
         if found is None:
             return self._leanest({**self._policies, **self._always})
         roles = self._roles_of(found)
-        return PassSettings(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
+        return PassSettings(Mode.WHOLE, order, roles.roles, {**self._always, **roles.recompute})
 
     def _idle(self) -> PassSettings:
         """Offload nothing."""
