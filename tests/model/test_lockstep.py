@@ -66,10 +66,11 @@ class Program:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.local, self.ranks = dist.HashStore(), threading.local(), list[Rank]()
         self.calls: list[tuple[int, str]] = []
-        monkeypatch.setattr(ranks, "exchange_of", self.exchange)
+        monkeypatch.setattr(ranks, "ranks_of", lambda model: range(len(self.ranks)))
+        monkeypatch.setattr(Exchange, "of", self.exchange)
 
-    def exchange(self, model: object) -> Exchange:
-        return Exchange("model", self.local.rank, range(len(self.ranks)), lambda: self.store)
+    def exchange(self, name: str, members: range) -> Exchange:
+        return Exchange(name, self.local.rank, members, lambda: self.store)
 
     def add(self, link: float = 1e4, memory: int | None = None, count: int = 8, nbytes: int = 4 * KIB, **more) -> Rank:
         device = Timed(link, link, memory=memory)

@@ -51,7 +51,6 @@ __all__ = [
     "Measured",
     "candidates",
     "choose_groups",
-    "coverage",
     "coverage_warning",
     "find_groups",
     "followed_modules",
@@ -152,14 +151,10 @@ def _repeated(blocks: Iterable[Module]) -> set[Module]:
     """
     alike = defaultdict[tuple[object, ...], list[Module]](list)
     for block in blocks:
-        if not any(map(_holds_blocks, children(unwrap(block)))):
+        lists = [each for each in children(unwrap(block)) if isinstance(each, CONTAINERS)]
+        if not any(children(unwrap(child)) for each in lists for child in children(each)):
             alike[(block_type(block), shapes(block))].append(block)
     return {block for same in alike.values() if len(same) >= _ALIKE for block in same}
-
-
-def _holds_blocks(module: Module) -> bool:
-    """Return whether a module is a list with modules that have others inside."""
-    return isinstance(module, CONTAINERS) and any(children(unwrap(child)) for child in children(module))
 
 
 # In the first forward
@@ -236,7 +231,7 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
         starts.insert(0, blocks)
 
     def fit(names: Collection[str]) -> tuple[float, bool]:
-        share = coverage(tree.covered(names), everything)
+        share = tree.covered(names) / everything if everything else 1.0
         return round(min(share, ENOUGH), 2), _FEW <= len(names) <= _MANY
 
     # Of choices that fit equally well, the first.
@@ -312,11 +307,6 @@ class _Tree:
 # What is not covered
 
 
-def coverage(saved_in_groups: int, saved: int) -> float:
-    """Return the share of the saved bytes that lies in groups; 1.0 where nothing is saved."""
-    return saved_in_groups / saved if saved else 1.0
-
-
 def coverage_warning(
     title: str, modules: Sequence[Measured], groups: Collection[str], outside: int, skipped: Sequence[str] = ()
 ) -> str | None:
@@ -336,9 +326,10 @@ def coverage_warning(
         Blocks that were not called: the model may use them by another method.
     """
     tree = _Tree(modules)
-    share = coverage(tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside)
-    if share >= 0.5:
+    covered, saved = tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside
+    if 2 * covered >= saved:
         return None
+    share = covered / saved
     rest = f"The groups of this {title} cover {share:.0%} of what its forward saves. The rest is kept"
     if skipped:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""

@@ -143,9 +143,10 @@ class Begun(NamedTuple):
     """A call that runs, and what is learned at its end."""
 
     call: Call
+    group: int
     kind: _Kind
     policy: Policy
-    traced: bool
+    take_times: TakeTimes | None
 
 
 class Replays:
@@ -255,7 +256,7 @@ class Replays:
         kind.calls += 1
         if isinstance(found, Tracer):
             found.begin()
-        return Begun(call, kind, policy, program is None)
+        return Begun(call, group, kind, policy, take_times)
 
     def _measure(self, program: Program, source: Callable[[int], torch.Tensor]) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
@@ -263,7 +264,7 @@ class Replays:
         self._timed[key] += 1
         return measure(program, source, self._backend) if self._timed[key] <= TIMED else {}
 
-    def finish(self, begun: Begun, output: Any, group: int, take_times: TakeTimes | None) -> None:
+    def finish(self, begun: Begun, output: Any) -> None:
         """End a call of a group that has returned."""
         call, kind, policy = begun.call, begun.kind, begun.policy
         call.finish(output, policy, self._min_bytes())
@@ -278,8 +279,8 @@ class Replays:
         self.proven_bytes += call.proven_bytes
         if program.trace.steady and kind.different < DIFFERENT:
             kind.trace, kind.programs[policy], kind.banned = program.trace, program, frozenset(program.banned)
-        if take_times is not None and call.times is not None:
-            take_times(group, *call.times)
+        if begun.take_times is not None and call.times is not None:
+            begun.take_times(begun.group, *call.times)
 
     def groups_chosen(self) -> None:
         """Note that some modules are groups no more, so others have no groups inside."""

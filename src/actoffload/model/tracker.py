@@ -298,7 +298,7 @@ class Tracker:
         if thread.idle:
             return
         if call.replay is not None:
-            self.replays.finish(call.replay, output, call.followed.group, thread.settings.take_times)
+            self.replays.finish(call.replay, output)
             if call.layer is not None and call.replay.call.agrees:
                 call.layer.remade_bytes = call.replay.call.program.dropped_bytes
             call.replay = None

@@ -29,10 +29,6 @@ class Trial(Generic[P]):
     seconds: float  # of a whole pass or step
     over: float = 0.0  # bytes by which it exceeded its limit
 
-    def better_than(self, other: Trial[Any] | None) -> bool:
-        """Return whether it exceeds the limit by less than another plan, or is faster where both exceed it alike."""
-        return other is None or (self.over, self.seconds) < (other.over, other.seconds)
-
 
 T = TypeVar("T", bound=Trial[Any])
 
@@ -61,7 +57,9 @@ def try_plans(
     while plan is not None:
         trials.append((yield from run(plan)))
         trial = trials[-1]
-        best = trial if trial.better_than(best) else best
+        # The limit comes first; where two exceed it alike, or none does, the faster is better.
+        better = best is None or (trial.over, trial.seconds) < (best.over, best.seconds)
+        best = trial if better else best
         slower = before is not None and not before.over and trial.seconds >= before.seconds
         plan = None if not trial.over or slower or len(trials) == TRIES else smaller(trials)
     return best

@@ -115,7 +115,8 @@ class Room(NamedTuple):
         elements = max(room.peak.elements for room in known)  # [guard: ranks whose inputs were short]
         reserve = self.free(elements) - min(room.free(elements) for room in known)
         link = Link.slowest(links) if links else None  # [guard: the slowest link of all ranks]
-        return self.less(reserve)._replace(peak=self.peak.scaled_to(elements), link=link)
+        peak = Peak(self.peak.at(elements), max(elements, self.peak.elements), self.peak.allocated)
+        return self.less(reserve)._replace(peak=peak, link=link)
 
     def less(self, reserve: int) -> Room:
         """Return the room without some bytes of it."""

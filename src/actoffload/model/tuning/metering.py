@@ -58,10 +58,6 @@ class Peak(NamedTuple):
             inside = -(-inside * elements // self.elements)
         return max(self.allocated, allocated) + inside
 
-    def scaled_to(self, elements: int) -> Peak:
-        """Return the peak of a pass with as many elements, or with those of this one if they are more."""
-        return Peak(self.at(elements), max(elements, self.elements), self.allocated)
-
 
 @dataclass(eq=False)
 class TimedPass:
@@ -150,21 +146,12 @@ class TimedPass:
         if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
             backend.synchronize(backend.current_device())
 
-    def seconds(self, backend: Backend) -> float:
-        """Return how long the device took from the start of its forward to the end of its backward."""
-        assert self.ended is not None
-        return backend.elapsed(self.begun, self.ended)
-
     def outside(self, backend: Backend) -> float:
         """Return the seconds of it before its first group and behind the last one."""
         assert self.meter is not None
         assert self.ended is not None
         borders = self.meter.borders
         return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
-
-    def peak_at(self, elements: int, allocated: int) -> int:
-        """Return its peak as it is with as many elements, and so much allocated before; 0 if it is not known."""
-        return Peak(self.peak, self.elements, self.allocated).at(elements, allocated) if self.peak else 0
 
     def highest(self) -> Peak:
         """Return the peak of device memory in a pass that was measured by group, from its first border on."""

@@ -13,10 +13,9 @@ multiple of a window.  The others look for an announcement at these passes only:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -78,27 +77,6 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
             yield tuple(sorted(dist.get_process_group_ranks(module.process_group)))
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _with_others(method: Callable[Concatenate[Ranks, P], T]) -> Callable[Concatenate[Ranks, P], T | None]:
-    """Let a method return None without other ranks, or from when on one that is needed is lost."""
-
-    @wraps(method)
-    def guarded(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        if self.exchange is None:
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except LostRankError as lost:
-            self.exchange = None
-            warn(f"{lost} {ALONE}")
-            return None
-
-    return guarded
-
-
 class Ranks:
     """The ranks of one model, which meet in its first forward; see [Note: ranks decide together].
 
@@ -146,72 +124,84 @@ class Ranks:
             self.exchange = None
             raise ValueError(problem)
 
-    @_with_others
+    @contextmanager
+    def _others(self) -> Iterator[Exchange | None]:
+        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
+        try:
+            yield self.exchange
+        except LostRankError as lost:
+            self.exchange = None
+            warn(f"{lost} {ALONE}")
+
     def _compare(self) -> str:
         """Return which argument differs between two ranks, in a sentence; empty if none does."""
-        exchange, own = self._exchange, self._arguments
-        if not exchange.leads:
-            exchange.send("arguments", own)
-            problem, theirs = exchange.receive(["problem"], FIRST)
-            return problem or disagreement({exchange.leader: theirs, exchange.rank: own})  # it may have come too late
-        others, missing = exchange.collect("arguments")
-        if missing:
-            warn(
-                f"{exchange.waited(missing, FIRST)} This rank goes on. Call actoffload.offload in all ranks of a "
-                "sharded or data-parallel model."
-            )
-        problem = disagreement({exchange.rank: own, **others})
-        exchange.post("problem", (problem, own))
+        own, problem = self._arguments, ""
+        with self._others() as exchange:
+            if exchange is not None and exchange.leads:
+                others, missing = exchange.collect("arguments")
+                if missing:
+                    warn(
+                        f"{exchange.waited(missing, FIRST)} This rank goes on. Call actoffload.offload in all ranks of "
+                        "a sharded or data-parallel model."
+                    )
+                problem = disagreement({exchange.rank: own, **others})
+                exchange.post("problem", (problem, own))
+            elif exchange is not None:
+                exchange.send("arguments", own)
+                problem, theirs = exchange.receive(["problem"], FIRST)
+                # It may have come too late.
+                problem = problem or disagreement({exchange.leader: theirs, exchange.rank: own})
         return problem
-
-    @property
-    def _exchange(self) -> Exchange:
-        assert self.exchange is not None
-        return self.exchange
 
     # Measuring
 
-    @_with_others
     def decide(self, number: int, decision: Decision) -> None:
         """Post what a pass is for, if this rank decides; without a stage, for all passes that follow."""
-        if self._exchange.leads:
-            self._exchange.post(self._key("end" if decision.stage is None else number), decision)
+        with self._others() as exchange:
+            if exchange is not None and exchange.leads:
+                exchange.post(self._key("end" if decision.stage is None else number), decision)
 
-    @_with_others
-    def decision(self, number: int) -> Decision:
-        """Wait for what a pass is for."""
-        keys = self._key(number), self._key("end")
-        found: Decision = self._exchange.receive(keys, f"in pass {number} of the model")
+    def decision(self, number: int) -> Decision | None:
+        """Wait for what a pass is for; None if this rank decides alone from here on."""
+        found: Decision | None = None
+        with self._others() as exchange:
+            if exchange is not None:
+                keys = self._key(number), self._key("end")
+                found = exchange.receive(keys, f"in pass {number} of the model")
         return found
 
-    @_with_others
     def show_room(self, room: Room) -> None:
         """Post how much memory this rank has without offloading, as measured first."""
-        if not self._shown:
-            self._shown = True
-            self._exchange.send(self._key("room"), room)
+        with self._others() as exchange:
+            if exchange is not None and not self._shown:
+                self._shown = True
+                exchange.send(self._key("room"), room)
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        return self._room_of_all(own) or own
-
-    @_with_others
-    def _room_of_all(self, own: Room) -> Room:
-        others, missing = self._exchange.collect(self._key("room"))
-        if missing:
-            waited = self._exchange.waited(missing, "to measure")
-            warn(f"{waited} Its memory counts no more. Call the model equally often in all ranks.")
-        return own.for_all(others.values())
+        with self._others() as exchange:
+            if exchange is not None:
+                others, missing = exchange.collect(self._key("room"))
+                if missing:
+                    waited = exchange.waited(missing, "to measure")
+                    warn(f"{waited} Its memory counts no more. Call the model equally often in all ranks.")
+                return own.for_all(others.values())
+        return own
 
     # Later
 
-    @_with_others
     def begins_again(self, number: int, *, wanted: bool) -> bool:
         """Return whether a new epoch begins with this pass, which is a multiple of `WINDOW`.
 
         Where it is wanted, the leading rank announces it; another rank asks for it.
         """
-        exchange, asked, announced = self._exchange, self._key("ask"), self._key("again")
+        with self._others() as exchange:
+            if exchange is not None:
+                return self._announced(exchange, number, wanted=wanted)
+        return False
+
+    def _announced(self, exchange: Exchange, number: int, *, wanted: bool) -> bool:
+        asked, announced = self._key("ask"), self._key("again")
         if exchange.leads:
             if self._again is None and (wanted or exchange.has(asked)):
                 self._again = number + WINDOW
@@ -233,10 +223,10 @@ class Ranks:
             self.show_room(Room())  # it may have missed the pass that shows its memory
         return True
 
-    @_with_others
     def leave(self) -> None:
         """Take no further part."""
-        self._exchange.leave()
+        if self.exchange is not None:
+            self.exchange.leave()
         self.exchange = None
 
     def _key(self, name: int | str) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Se
 from dataclasses import replace
 from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import TypeAlias
 
 from ..._text import size
@@ -30,7 +31,6 @@ from ...engine.engine import Engine
 from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
-from ...report.build import PassLog
 from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
@@ -82,7 +82,7 @@ class Script:
 
     Parameters
     ----------
-    engine, groups, plans, log, budget, policies
+    engine, groups, plans, budget, policies
         As in `Tuner`.
     room_of_all : callable
         From the room of this rank to the room with which a plan fits in all ranks.
@@ -97,7 +97,6 @@ class Script:
         engine: Engine,
         groups: Sequence[FollowedModule],
         plans: GroupPlans,
-        log: PassLog,
         budget: int | None,
         policies: Mapping[int, Policy],
         room_of_all: Callable[[Room], Room],
@@ -105,8 +104,7 @@ class Script:
         allocated: int,
     ) -> None:
         self._backend, self._host_room, self._groups, self._plans = engine.backend, engine.host_room, groups, plans
-        self._log, self._policies, self._room_of_all = log, policies, room_of_all
-        self._short, self._allocated = short, allocated
+        self._policies, self._room_of_all, self._short, self._allocated = policies, room_of_all, short, allocated
         self.found = Findings(budget=budget)
         self._most = 0  # elements of inputs so far
 
@@ -187,9 +185,10 @@ class Script:
         """Plan from what was measured."""
         found = self.found
         assert lean.meter is not None
+        if not lean.sequence:
+            names = group_names(self._groups, self._plans.order)
+            return Plan(max(len(names), 1), names=names, because="No group has run.")
         names = group_names(self._groups, lean.sequence)
-        if not names:
-            return self._keep("No group has run.")
         found.outside = lean.outside(self._backend)
         found.link = found.link or self._probed_link()
         room = self._host_room()
@@ -223,7 +222,7 @@ class Script:
                 if cost.unpacks_at_once:
                     kind = kind_of(self._groups[key.group])
                     both = *compiled.get(kind, ()), cost
-                    compiled[kind] = max(both, key=_saved_bytes), min(both, key=_saved_bytes)
+                    compiled[kind] = max(both, key=attrgetter("nbytes")), min(both, key=attrgetter("nbytes"))
         operators: dict[int, tuple[OperatorCost, ...]] = {}
         for each in traced:
             for group, known in timed_operators(each, lean.elements).items():
@@ -357,7 +356,8 @@ class Script:
         """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""
         found = self.found
         # [guard: peaks of passes with smaller inputs or less memory before]
-        peak = max(each.peak_at(found.size, found.allocated_before) for each in passes)
+        peaks = (Peak(each.peak, each.elements, each.allocated) for each in passes if each.peak)
+        peak = max((each.at(found.size, found.allocated_before) for each in peaks), default=0)
         if not peak or plan.peak_bytes is None or found.in_flight > 1:
             return 0
         found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
@@ -365,7 +365,9 @@ class Script:
 
     def _seconds(self, timed: TimedPass) -> float:
         """Return the seconds of a pass as with inputs of the size that the plan is for."""
-        return max(timed.seconds(self._backend) / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
+        assert timed.ended is not None
+        seconds = self._backend.elapsed(timed.begun, timed.ended)
+        return max(seconds / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
 
     def _as_timed(self, plan: Plan, seconds: float) -> Plan:
         """Return a plan with the measured seconds of a pass; all others are expected to take as much longer."""
@@ -373,11 +375,6 @@ class Script:
             return plan
         self.found.pace *= seconds / plan.seconds
         return plan.measured(seconds, plan.baseline_seconds * seconds / plan.seconds)
-
-    def _keep(self, because: str) -> Plan:
-        order = self._plans.order
-        names = group_names(self._groups, order)
-        return Plan(max(len(names), 1), names=names, nbytes=self._log.bytes_of(order), because=because)
 
 
 def idle(plan: Plan | None) -> bool:
@@ -394,10 +391,6 @@ def _fits(peak: int, limit: int | None) -> str:
     """Return why a plan keeps everything."""
     room = "" if limit is None else f" {size(peak)} of {size(limit)}"
     return f"Fits:{room}; nothing to do." if room else "Nothing is offloaded: the memory of the device is not known."
-
-
-def _saved_bytes(cost: LayerCost) -> int:
-    return cost.nbytes
 
 
 def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:

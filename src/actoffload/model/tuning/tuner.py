@@ -125,7 +125,6 @@ class Tuner:
             self._engine,
             self._groups,
             self._plans,
-            self._log,
             self._budget,
             self._policies,
             room_of_all,
@@ -177,36 +176,33 @@ class Tuner:
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
-            return self._settings_for_next(inputs, alone=alone, busy=busy)
-
-    def _settings_for_next(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        if alone or busy:
-            self._alone = not busy
-            return self._whole()
-        self._alone = False
-        aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
-        if aside:
-            self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-            if self._ranks.exchange is None:
+            if alone or busy:
+                self._alone = not busy
                 return self._whole()
-        self._close()
-        self._number += 1
-        self._look_for_failures()
-        tensors = list(tensors_in(inputs))
-        elements = count_elements(tensors)
-        stage = self._stage_of_pass(elements, aside=aside)
-        if aside:
-            return self._whole()
-        if stage is None:
-            return self._settled_pass(elements)
-        if self.found.host_bytes is not None:
-            self._engine.trim(keep=self.found.host_bytes)
-            # Blocks that were cut for the passes before would leave gaps for those with this plan.
-            self._engine.backend.release_device()
-        memory = stage is Stage.PLAN and self.found.limit is not None
-        timed = TimedPass.begin(stage, self._number, tensors, self._engine, self._groups, memory=memory)
-        self._timed = timed
-        return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
+            self._alone = False
+            aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
+            if aside:
+                self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
+                if self._ranks.exchange is None:
+                    return self._whole()
+            self._close()
+            self._number += 1
+            self._look_for_failures()
+            tensors = list(tensors_in(inputs))
+            elements = count_elements(tensors)
+            stage = self._stage_of_pass(elements, aside=aside)
+            if aside:
+                return self._whole()
+            if stage is None:
+                return self._settled_pass(elements)
+            if self.found.host_bytes is not None:
+                self._engine.trim(keep=self.found.host_bytes)
+                # Blocks that were cut for the passes before would leave gaps for those with this plan.
+                self._engine.backend.release_device()
+            memory = stage is Stage.PLAN and self.found.limit is not None
+            timed = TimedPass.begin(stage, self._number, tensors, self._engine, self._groups, memory=memory)
+            self._timed = timed
+            return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -419,7 +415,7 @@ class Tuner:
         wanted = self._larger >= LARGER or not chosen.fits(0, self._in_use)
         if self._ranks.exchange is None:
             return wanted
-        return bool(self._ranks.begins_again(self._number, wanted=wanted))
+        return self._ranks.begins_again(self._number, wanted=wanted)
 
     def _settled_pass(self, elements: int) -> PassSettings:
         """Return how a pass is followed once there is a plan."""
