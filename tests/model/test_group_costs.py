@@ -13,10 +13,10 @@ from torch import nn
 
 from actoffload.device import ReferenceDevice
 from actoffload.model.tuning import script
-from actoffload.schedule import LayerCost, Link, Saved
+from actoffload.schedule import Link
 from actoffload.schedule.timeline import Kind
-from actoffload.tune.costs import measured_link, without_hooks
-from actoffload.tune.meter import Copy
+from actoffload.tune.costs import HOST_SECONDS, layer_costs, measured_link
+from actoffload.tune.meter import PASS, Copy
 
 MIB = 2**20
 
@@ -79,14 +79,13 @@ def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) ->
 
 
 def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reasons():
-    costs = [LayerCost(1.0, 2.0, (Saved(1), Saved(1)), host_forward=9.0, host_backward=9.0)] * 4
-    forward, backward = [5.0, 6.0, 50.0, 70.0], [3.0, 2.0, 40.0, 1.0]
+    forward, backward = [5.0, 6.0, 50.0, 70.0], [3.0, 2.0, 40.0, HOST_SECONDS]
     host = {(Kind.FORWARD, k): of for k, of in enumerate(forward)}
     host |= {(Kind.BACKWARD, k): of for k, of in enumerate(backward)}
-    meter: Any = SimpleNamespace(host_seconds=lambda: host)
-    found = without_hooks(costs, meter, [int, int, int, str], 0.5)
-    assert [of.host_forward for of in found] == [4.0, 4.0, 4.0, 69.0]
-    assert [of.host_backward for of in found] == [1.0, 1.0, 1.0, 0.0]
+    meter: Any = SimpleNamespace(host_seconds=lambda: host, times=lambda: {PASS: {}}, borders=[], allocated_before=0)
+    found = layer_costs(meter, [(1, 1)] * 4, [int, int, int, str], (), 0)
+    assert [of.host_forward for of in found] == [5.0 - 2 * HOST_SECONDS] * 3 + [70.0 - 2 * HOST_SECONDS]
+    assert [of.host_backward for of in found] == [2.0 - 2 * HOST_SECONDS] * 3 + [0.0]
 
 
 @pytest.mark.parametrize("memory", [2**40, 26 * MIB])

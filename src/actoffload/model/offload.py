@@ -115,17 +115,8 @@ def offload(
         if not always and (by_hand or not searching):
             log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
     else:
-        steering = Tuner(
-            engine,
-            groups,
-            plans,
-            log,
-            type(module).__name__,
-            budget=budget,
-            recompute=always,
-            policies={} if always else policies,
-            ranks=ranks,
-        )
+        title = type(module).__name__
+        steering = Tuner(engine, groups, plans, log, title, budget, always, {} if always else policies, ranks)
     finder = Finder(groups, plans, log, weakref.ref(module), guesses=guessed) if searching else None
     handle = OffloadHandle(modules, plans, engine, steering, log, meet=ranks.meet, finder=finder)
     problem = unsupported()

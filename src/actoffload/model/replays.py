@@ -63,9 +63,9 @@ class _Attributes:
         self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
         # Looked up in each call, so without a loop in Python: LoRA has 80 modules in a block.
         inside, tables = list(map(vars, self._inside)), [table for inner in modules for table in registered(inner)]
-        self._plain = _names(vars(module), inside, _is_plain)
-        self._functions = _names(vars(module), inside, _is_function)
-        self._registered = _names({}, tables, lambda name, value: True)
+        self._plain = _names(vars(module), inside, lambda value: type(value) in _PLAIN)
+        self._functions = _names(vars(module), inside, lambda each: callable(each) and not torch.is_tensor(each))
+        self._registered = _names({}, tables, lambda value: True)
         hooks = [each for inner in modules for each in (inner._forward_pre_hooks, inner._forward_hooks)]
         self._sized: list[Sized] = [*inside, *tables, *hooks]
         self._hooks = [each for each in hooks if each]
@@ -105,19 +105,12 @@ _needs_gradient = attrgetter("requires_grad")
 
 
 def _names(
-    own: dict[str, Any], dicts: Iterable[Any], chosen: Callable[[str, Any], bool]
+    own: dict[str, Any], dicts: Sequence[Any], chosen: Callable[[Any], bool]
 ) -> tuple[list[str], list[Any], list[str]]:
-    """Return the chosen names of one dictionary, and for those of others the dictionary and the name of each."""
-    pairs = [(each, name) for each in dicts for name in each if chosen(name, each[name])]
-    return [name for name in own if chosen(name, own[name])], [each for each, _ in pairs], [name for _, name in pairs]
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return type(value) in _PLAIN and name not in _INTERNAL
-
-
-def _is_function(name: str, value: Any) -> bool:
-    return name not in _INTERNAL and callable(value) and not isinstance(value, torch.Tensor)
+    """Return the names of chosen values in one dictionary, and for those in others the dictionary and each name."""
+    ours, *theirs = ([name for name in each if name not in _INTERNAL and chosen(each[name])] for each in (own, *dicts))
+    holders = [each for each, names in zip(dicts, theirs, strict=True) for _ in names]
+    return ours, holders, list(chain(*theirs))
 
 
 @dataclass(slots=True, eq=False)

@@ -46,7 +46,7 @@ from .replays import Begun, Replays
 from .reporting import explain
 from .tuning.steering import Finder
 
-__all__ = ["Call", "ThreadState", "Tracker"]
+__all__ = ["Tracker"]
 
 
 @dataclass(eq=False, slots=True)

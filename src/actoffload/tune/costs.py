@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -15,6 +14,7 @@ from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
 
 __all__ = [
+    "HOST_SECONDS",
     "Learned",
     "gradient_bytes",
     "kept_outputs",
@@ -22,10 +22,10 @@ __all__ = [
     "measured_link",
     "scaled_cost",
     "stage_cost",
-    "without_hooks",
 ]
 
 
+HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
 
@@ -68,8 +68,8 @@ def _rate(copies: Sequence[Copy], shared: Sequence[float]) -> float | None:
 
 
 def layer_costs(
-    meter: Meter, sizes: Sequence[Sequence[int]], compiled: Collection[int] = (), allocated: int = 0
-) -> tuple[LayerCost, ...]:
+    meter: Meter, sizes: Sequence[Sequence[int]], kinds: Sequence[Hashable], compiled: Collection[int], allocated: int
+) -> list[LayerCost]:
     """Return what each group of a pass that offloaded everything costs the device.
 
     Parameters
@@ -78,6 +78,8 @@ def layer_costs(
         Of the pass.
     sizes : sequence of sequence of int
         By group: bytes of the storages that it saves.
+    kinds : sequence of hashable
+        By group: what those have in common that cost the same.
     compiled : collection of int
         Groups that are compiled: they save everything at the end of their forward.
     allocated : int
@@ -85,7 +87,9 @@ def layer_costs(
 
     Notes
     -----
-    A group that has no backward, because its weights and inputs need no gradients, takes no time in it.
+    A group that has no backward, because its weights and inputs need no gradients, takes no time in it.  A host that
+    waits for the device is late for another reason than its work, so groups of one kind have the least of what they
+    took, without the time for the tensors that were offloaded.
     """
     times = meter.times()[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
@@ -93,6 +97,9 @@ def layer_costs(
         (border.kind, border.layer, border.ends): (border.other_bytes + more, border.temporary)
         for border in meter.borders
     }
+    host = dict[tuple[Kind, Hashable], float]()
+    for (kind, k), taken in meter.host_seconds().items():
+        host[kind, kinds[k]] = min(taken, host.get((kind, kinds[k]), taken))
     groups = range(len(sizes))
     forwards = spans(times, Kind.FORWARD, groups, 0.0)
     turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
@@ -103,11 +110,13 @@ def layer_costs(
         borders = [(kind, k, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
         least = min((other[border][0] for border in borders if border in other), default=0)
         levels, temporaries = zip(*(other.get(border, (least, 0)) for border in borders), strict=True)
+        saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k])
+        host_forward, host_backward = (host.get((kind, kinds[k]), 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
         costs.append(
             LayerCost(
                 forward,
                 backward,
-                tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k]),
+                saved,
                 gap_forward=gap_forward,
                 gap_backward=gap_backward,
                 other_bytes=levels,
@@ -116,9 +125,11 @@ def layer_costs(
                 gap_backward_temporary=temporaries[2],
                 backward_temporary=temporaries[3],
                 unpacks_at_once=k in compiled,
+                host_forward=max(host_forward - HOST_SECONDS * len(saved), 0.0),
+                host_backward=max(host_backward - HOST_SECONDS * len(saved), 0.0),
             )
         )
-    return tuple(costs)
+    return costs
 
 
 def gradient_bytes(meter: Meter, groups: int) -> tuple[tuple[int, ...], ...]:
@@ -150,28 +161,6 @@ def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCo
         gap_forward_temporary=math.ceil(more * cost.gap_forward_temporary),
         gap_backward_temporary=math.ceil(more * cost.gap_backward_temporary),
     )
-
-
-def without_hooks(
-    costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[Hashable], seconds: float
-) -> list[LayerCost]:
-    """Return costs of groups that were offloaded, with the time of the host as it is without that.
-
-    A host that waits for the device is late for another reason than its work, so groups of one kind have the least of
-    what they took; `seconds` of it are for each tensor that was offloaded.
-    """
-    host = meter.host_seconds()
-    alike = defaultdict[tuple[Kind, Hashable], list[float]](list)
-    for (kind, k), taken in host.items():
-        alike[kind, kinds[k]].append(taken)
-
-    def work(kind: Kind, k: int) -> float:
-        return max(min(alike[kind, kinds[k]], default=0.0) - seconds * len(costs[k].saved), 0.0)
-
-    return [
-        replace(cost, host_forward=work(Kind.FORWARD, k), host_backward=work(Kind.BACKWARD, k))
-        for k, cost in enumerate(costs)
-    ]
 
 
 # Pipelines

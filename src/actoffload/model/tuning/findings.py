@@ -15,7 +15,7 @@ from ...planner import Variant, choose, frontier
 from ...schedule.costs import Link
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import scaled_cost
+from ...tune.costs import HOST_SECONDS, scaled_cost
 from .metering import Peak
 
 __all__ = ["Findings", "Fit", "Room"]
@@ -24,7 +24,6 @@ MORE = 0.005  # part of the limit: less additional memory before a pass changes 
 LARGEST = 2**20  # times the measured inputs that are looked at
 ROUNDING = 0.01  # part of the limit that is left free with inputs of another size
 SMALLER = 0.9  # of a peak: the next choice that a report names
-HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 
 T = TypeVar("T")

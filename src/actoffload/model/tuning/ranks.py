@@ -95,8 +95,8 @@ class Ranks:
         None if this rank decides alone.
     """
 
-    def __init__(self, model: weakref.ref[Module] | None = None, arguments: Mapping[str, str] | None = None) -> None:
-        self._model, self._arguments = model, dict(arguments or {})
+    def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
+        self._model, self._arguments = model, arguments
         self.exchange: Exchange | None = None
         self._epoch = 0
         self._again: int | None = None  # pass with which the next epoch begins
@@ -116,7 +116,7 @@ class Ranks:
         ValueError
             In all ranks, if arguments differ.
         """
-        model = None if self._model is None else self._model()
+        model = self._model()
         ranks = () if model is None else ranks_of(model)
         self.exchange = Exchange.of("model", ranks) if ranks else None
         problem = self._compare()

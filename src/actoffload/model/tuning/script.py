@@ -35,11 +35,11 @@ from ...schedule.costs import LayerCost, Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import gradient_bytes, layer_costs, measured_link, without_hooks
+from ...tune.costs import gradient_bytes, layer_costs, measured_link
 from ...tune.trials import Trial, try_plans
 from ..follow import FollowedModule
 from ..reporting import group_names
-from .findings import HOST_SECONDS, NO_LINK, Findings, Room
+from .findings import NO_LINK, Findings, Room
 from .metering import TRACED, Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "representatives", "room_in", "timed_operators"]
@@ -250,8 +250,8 @@ class Script:
         assert timed.meter is not None
         groups = [self._groups[key.group] for key in timed.sequence]
         compiled = {k for k, group in enumerate(groups) if self._is_compiled(group)}
-        measured = layer_costs(timed.meter, timed.sizes, compiled, self.found.allocated_before)
-        return without_hooks(measured, timed.meter, list(map(kind_of, groups)), HOST_SECONDS)
+        kinds = list(map(kind_of, groups))
+        return layer_costs(timed.meter, timed.sizes, kinds, compiled, self.found.allocated_before)
 
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""

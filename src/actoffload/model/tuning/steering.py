@@ -22,7 +22,7 @@ from ..discovery import BLOCK, MODULE, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering
 from ..reporting import group_names
 
-__all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
+__all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing", "scheduled_plan"]
 
 
 class BySchedule(Steering):
@@ -51,12 +51,16 @@ class BySchedule(Steering):
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
-        order = self._plans.order
-        names = group_names(self._groups, order)
-        plan = replace(
-            self._plans.roles(order).plan, names=names, nbytes=self._log.bytes_of(order), because=self._because
-        )
-        return recomputing(plan, order, self._recompute)
+        return scheduled_plan(self._groups, self._plans, self._log, self._because, self._recompute)
+
+
+def scheduled_plan(
+    groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, because: str, recompute: Mapping[int, Policy]
+) -> Plan:
+    """Return the plan of a schedule for the order of the latest pass."""
+    order = plans.order
+    nbytes, names = log.bytes_of(order), group_names(groups, order)
+    return recomputing(replace(plans.roles(order).plan, names=names, nbytes=nbytes, because=because), order, recompute)
 
 
 def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> Plan:

@@ -33,13 +33,12 @@ from .findings import Findings, Room
 from .metering import LEAN, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representatives, room_in
-from .steering import RolesOfPlan, recomputing
+from .steering import RolesOfPlan, recomputing, scheduled_plan
 
 __all__ = ["Tuner"]
 
 logger = logging.getLogger("actoffload")
 
-SOON = 64  # passes with a plan before which memory is looked at: with gradient accumulation the optimizer starts late
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 LESS = 0.05  # part of the memory that plans leave after the device ran out of it
 BESIDE = 2  # passes that are measured again because the one before had no backward by then; in some programs all do
@@ -65,11 +64,11 @@ class Tuner:
         What the log calls the model.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
-    recompute : mapping of int to Policy, optional
+    recompute : mapping of int to Policy
         By group: how it is replayed in any case.
-    policies : mapping of int to Policy, optional
+    policies : mapping of int to Policy
         By group: how it is replayed if the memory is not enough otherwise.
-    ranks : Ranks, optional
+    ranks : Ranks
         That run the model together.
 
     Attributes
@@ -86,20 +85,18 @@ class Tuner:
         groups: Sequence[FollowedModule],
         plans: GroupPlans,
         log: PassLog,
-        title: str = "the model",
-        budget: int | None = None,
-        recompute: Mapping[int, Policy] | None = None,
-        policies: Mapping[int, Policy] | None = None,
-        ranks: Ranks | None = None,
+        title: str,
+        budget: int | None,
+        recompute: Mapping[int, Policy],
+        policies: Mapping[int, Policy],
+        ranks: Ranks,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget, self._always, self._policies = budget, recompute or {}, policies or {}
-        self._ranks = Ranks() if ranks is None else ranks
+        self._budget, self._always, self._policies, self._ranks = budget, recompute, policies, ranks
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
         self._settled = 0  # pass since which there is a plan
-        self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
         self._roles: RolesOfPlan | None = None  # of the latest plan
@@ -148,16 +145,11 @@ class Tuner:
 
     def plan(self) -> Plan:
         """Return the plan, or what is done until there is one."""
-        order = self._plans.order
-        names = group_names(self._groups, order)
-        if self._chosen is not None and self._chosen.plan is not None:
-            plan = remap(self._chosen.plan, names)
-        else:
+        if self._chosen is None or self._chosen.plan is None:
             because = ALONE if self._alone else UNTIMED if self.untimed else MEASURING
-            plan = replace(
-                self._plans.roles(order).plan, names=names, nbytes=self._log.bytes_of(order), because=because
-            )
-        return recomputing(plan, order, self._always)
+            return scheduled_plan(self._groups, self._plans, self._log, because, self._always)
+        order = self._plans.order
+        return recomputing(remap(self._chosen.plan, group_names(self._groups, order)), order, self._always)
 
     def costs(self) -> Findings:
         """Return what was measured for the plan."""
@@ -319,7 +311,8 @@ class Tuner:
         roles = self._roles_of(found)
         recompute = {**self._always, **roles.recompute}
         if not roles.plan.offloaded and not recompute:
-            return self._idle()
+            self._engine.counters.passes += 1
+            return PassSettings(Mode.IDLE)
         mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
         return PassSettings(mode, self._plans.order, roles.roles, recompute)
 
@@ -333,13 +326,6 @@ class Tuner:
             return self._leanest({**self._policies, **self._always})
         roles = self._roles_of(found)
         return PassSettings(Mode.WHOLE, order, roles.roles, {**self._always, **roles.recompute})
-
-    def _idle(self) -> PassSettings:
-        """Offload nothing."""
-        if self._always:
-            return PassSettings(Mode.SCOPED, self._plans.order, recompute=self._always)
-        self._engine.counters.passes += 1
-        return PassSettings(Mode.IDLE)
 
     def _roles_of(self, found: Findings) -> RolesOfPlan:
         assert found.plan is not None
@@ -410,9 +396,8 @@ class Tuner:
         """
         chosen = self._chosen
         assert chosen is not None
-        self._in_use = self._engine.backend.in_use() or 0
         # [guard: first batch smaller than the others]
-        wanted = self._larger >= LARGER or not chosen.fits(0, self._in_use)
+        wanted = self._larger >= LARGER or not chosen.fits(0, self._engine.backend.in_use() or 0)
         if self._ranks.exchange is None:
             return wanted
         return self._ranks.begins_again(self._number, wanted=wanted)
@@ -421,9 +406,7 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        if self._number - self._settled <= SOON:
-            self._in_use = self._engine.backend.in_use() or 0
-        fits = chosen.fits(elements, self._in_use)
+        fits = chosen.fits(elements, self._engine.backend.in_use() or 0)
         self._larger = 0 if fits else self._larger + 1
         if fits:
             settings = self._planned(chosen)
