@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.jit import ScriptModule
 from torch.nn import Module
@@ -73,18 +73,13 @@ _SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 
 # Before the first forward
 
 
-class Groups(NamedTuple):
-    """The modules of a model that may be groups, those that are kept, and whether the first forward chooses."""
+def find_groups(
+    names: Names, layers: Any, keep: Any, *, by_blocks: bool
+) -> tuple[tuple[Chosen, ...], tuple[Chosen, ...], bool]:
+    """Return the modules that may be groups, those that are kept, and whether the first forward chooses.
 
-    chosen: tuple[Chosen, ...]
-    kept: tuple[Chosen, ...]
-    searching: bool
-
-
-def find_groups(names: Names, layers: Any, keep: Any, *, by_blocks: bool) -> Groups:
-    """Return the groups that ``layers`` and ``keep`` of `offload` mean in a model, or a stage of a pipeline.
-
-    Where `by_blocks`, repeated blocks are groups as they are; else the first forward shows what is divided.
+    They are what ``layers`` and ``keep`` of `offload` mean in a model, or a stage of a pipeline.  Where `by_blocks`,
+    repeated blocks are groups as they are; else the first forward shows what is divided.
     """
     kept = choose_kept(names, keep)
     default, others = split_default(layers)
@@ -100,7 +95,7 @@ def find_groups(names: Names, layers: Any, keep: Any, *, by_blocks: bool) -> Gro
     both = {each.name for each in kept} & {each.name for each in chosen}
     if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    return Groups(chosen, kept, searching)
+    return chosen, kept, searching
 
 
 def followed_modules(root: Module, groups: Iterable[Chosen], kept: Iterable[Chosen] = ()) -> list[FollowedModule]:
@@ -312,18 +307,8 @@ def coverage_warning(
 ) -> str | None:
     """Return a warning if the groups that were found cover less than half of the saved bytes, else None.
 
-    Parameters
-    ----------
-    title : str
-        The class of the model.
-    modules : sequence of Measured
-        What was measured in the first forward.
-    groups : collection of str
-        The groups of the model, as `choose_groups` returned them, with or without others.
-    outside : int
-        Bytes that were saved outside of all modules that were followed.
-    skipped : sequence of str
-        Blocks that were not called: the model may use them by another method.
+    `outside` are bytes that were saved outside of all followed modules.  Blocks that were `skipped` were not called:
+    the model may use them by another method.
     """
     tree = _Tree(modules)
     covered, saved = tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside
