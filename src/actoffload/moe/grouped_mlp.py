@@ -141,7 +141,7 @@ def grouped_mlp(
     -----
     With counts on the device the products are ``torch.nn.functional.grouped_mm``: on CUDA for bfloat16 on devices of
     compute capability 9.x and 10.x, if the operands' rows are multiples of 16 bytes.  The loop takes every floating
-    point dtype, device and size.  Backward cannot be differentiated again.
+    point dtype, device and size, and is not recomputed.  Backward cannot be differentiated again.
 
     Examples
     --------
