@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
@@ -31,10 +32,14 @@ def tried(seconds: float, *peaks: int) -> list[Tried]:
     return [Tried(seconds, None, peak) for peak in peaks]
 
 
+def ask(plans: Plans) -> Generator[Plans, list[Tried], list[Tried]]:
+    return (yield plans)
+
+
 def judged(*trials: list[Tried]) -> tuple[list[Plans], Plans | None]:
     """Return the plans that are tried, and those that are kept after some trials; None if others follow."""
     known = measured()
-    script = keep_best(plans_of(known, LIMITS), known, LIMITS)
+    script = keep_best(plans_of(known, LIMITS), known, LIMITS, ask)
     found = [next(script)]
     try:
         for trial in trials:
@@ -69,7 +74,7 @@ def test_plans_that_fit_win_over_faster_ones(over):
 def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
     limits, known = Limits(memory_budget=LIMIT), [replace(each, again=None) for each in measured()]
     plans = plans_of(known, limits)
-    script = keep_best(plans, known, limits)
+    script = keep_best(plans, known, limits, ask)
     kept = None
     try:
         next(script)

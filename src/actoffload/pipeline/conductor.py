@@ -149,8 +149,12 @@ class Conductor:
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
                 self.learned.split[step.stage] = microbatch.half = microbatch.split
-                if owner is not None and microbatch.planned:
-                    self._keep_for_weights(microbatch, owner)
+                # What the backward of the weights does not use is freed.
+                for layer in owner.layers if owner is not None and microbatch.planned else ():
+                    stays, layer.retained = layer.retained and microbatch.half, False
+                    if stays and layer.phase is Phase.RELOADING:
+                        layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
+                    layer.retained = stays
             else:
                 self._learn_used(microbatch)
                 if owner is not None:
@@ -161,15 +165,6 @@ class Conductor:
                 # What the computation has freed at its end is free before.
                 self._advance(step, self.plan.end(self._steps[step]).position)
                 del self._done[step]
-
-    def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
-        """Free what the backward of the weights does not use of what stays for it."""
-        for layer in owner.layers:
-            stays = layer.retained and microbatch.half
-            layer.retained = False
-            if stays and layer.phase is Phase.RELOADING:
-                layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
-            layer.retained = stays
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
         """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""

@@ -111,15 +111,7 @@ class FirstSteps:
         if not (timed and act(plans)):
             return plans
         self._compares = not limits.given and all(each.bare for each in self.known)
-        trials = keep_best(plans, self.known, limits)
-        next(trials)
-        try:
-            while True:
-                tried = yield from self._try(plans)
-                plans, self._compares = trials.send(tried), False
-        except StopIteration as stop:
-            final: Plans = stop.value
-            return final
+        return (yield from keep_best(plans, self.known, limits, self._try))
 
     def _measure(self, *stages: Stage) -> Generator[tuple[Stage, Plans], None, None]:
         """Yield steps until all ranks have measured a whole one."""
@@ -144,6 +136,7 @@ class FirstSteps:
             gathered = self._exchange.gather(None if missing else self._tried())
             found = [each for ranks in gathered for each in ranks if each is not None]
             if len(found) == sum(map(len, gathered)):
+                self._compares = False  # only the first plan
                 return found
             yield missing or Stage.FIRST, ()
 

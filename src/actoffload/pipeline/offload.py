@@ -26,7 +26,7 @@ from ..schedule.plan import Plan
 from .conductor import Conductor
 from .follow import NAMES, follow, is_schedule, is_supported, observer_of, stages_of
 from .planning import Limits, PipelineRanks, Settings
-from .runner import Runner
+from .runner import MEASURING, Runner
 from .stages import RankStage, entries_of, replicas_of
 
 __all__ = ["PipelineHandle", "offload"]
@@ -341,8 +341,7 @@ class PipelineHandle:
         return {stage.index: stage.handle for stage in self._runner.stages}
 
     def __str__(self) -> str:
-        plan = self.plan
-        return self._runner.because if plan is None else str(plan)
+        return MEASURING if self.plan is None else str(self.plan)
 
     def __repr__(self) -> str:
         stages = ", ".join(map(str, self.stages))

@@ -178,10 +178,25 @@ class StepTrial(Trial[Plans]):
     without: float | None = None
     excess: tuple[int, ...] = ()
 
-    @staticmethod
-    def of(plans: Plans, tried: Sequence[Tried], measured: Sequence[Measured]) -> StepTrial:
-        """Return the trial of plans by what all ranks of one pipeline after the other know of it."""
-        ranks = len(plans)
+
+def act(plans: Plans) -> bool:
+    """Return whether a rank offloads or recomputes anything."""
+    return any(plan.transfers or plan.saves for plan in plans)
+
+
+def keep_best(
+    plans: Plans,
+    measured: Sequence[Measured],
+    limits: Limits,
+    steps_with: Callable[[Plans], Generator[Any, Any, list[Tried]]],
+) -> Generator[Any, Any, Plans]:
+    """Run the steps with some plans, and with others that follow; return those to keep.
+
+    `steps_with` returns what all ranks of one pipeline after the other know of plans; see [Note: trial of the plans].
+    """
+
+    def run(plans: Plans) -> Generator[Any, Any, StepTrial]:
+        tried, ranks = (yield from steps_with(plans)), len(plans)
         peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
         planned = [plan.peak_bytes or 0 for plan in plans]
         limits = [max(each.limit or inf, most) for each, most in zip(measured, planned, strict=True)]
@@ -192,18 +207,6 @@ class StepTrial(Trial[Plans]):
             max((each.without for each in tried if each.without is not None), default=None),
             tuple(max(peak - most, 0) for peak, most in zip(peaks, planned, strict=True)),
         )
-
-
-def act(plans: Plans) -> bool:
-    """Return whether a rank offloads or recomputes anything."""
-    return any(plan.transfers or plan.saves for plan in plans)
-
-
-def keep_best(plans: Plans, measured: Sequence[Measured], limits: Limits) -> Generator[Plans, list[Tried], Plans]:
-    """Yield plans to try, get what all ranks know of them, and return those to keep; see [Note: trial of the plans]."""
-
-    def run(plans: Plans) -> Generator[Plans, list[Tried], StepTrial]:
-        return StepTrial.of(plans, (yield plans), measured)
 
     def smaller(plans_for: Callable[[Sequence[Measured]], Plans], trials: Sequence[StepTrial]) -> Plans | None:
         """Return plans for limits that are lower by what tried plans took beyond their prediction."""

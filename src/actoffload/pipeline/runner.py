@@ -32,7 +32,7 @@ from .planning import (
 )
 from .stages import RankStage, replicas_of
 
-__all__ = ["Runner"]
+__all__ = ["MEASURING", "Runner"]
 
 logger = logging.getLogger("actoffload")
 
@@ -67,7 +67,6 @@ class Runner:
         self._first = FirstSteps(self.stages, conductor, rank, exchange, limits)
         self._script: Script | None = self._first.run()  # None once the plans are final
         self.plans: Plans = ()  # of all ranks
-        self.because = MEASURING
         self._peak = 0  # the same in the latest step in which all groups were followed
         self.number = 0  # of steps with backward that began
         self.installed = True
@@ -190,7 +189,6 @@ class Runner:
         self.conductor.follow(found)
         self._first.settle(found)
         self.conductor.scoped = False
-        self.because = found.because
 
     @property
     def settling(self) -> bool:
@@ -230,7 +228,7 @@ class Runner:
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,
             host_bytes=statistics.host_bytes,
-            because=self.because,
+            because=MEASURING if plan is None else plan.because,
         )
 
     def remove(self) -> None:

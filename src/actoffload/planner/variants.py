@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import LayerCost, Saved
-from ..schedule.pipeline import SplitCost, StageCost
+from ..schedule.pipeline import StageCost
 
 __all__ = [
     "OperatorCost",
@@ -306,7 +306,11 @@ def upgrades(
 
 
 def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways) -> tuple[StageCost, ...]:
-    """Return what the stages cost if their groups are run in some ways."""
+    """Return what the stages cost if their groups are run in some ways.
+
+    A group whose backward is split is recomputed once, in the input backward.  What the weight backward reads and the
+    group does not save is recomputed, and stays until then.
+    """
     found = list(stages)
     for stage in sorted({stage for stage, _ in ways}):
         cost = stages[stage]
@@ -318,19 +322,16 @@ def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways)
             taken = variants[stage][group][way]
             groups[group] = taken.cost
             if splits:
-                splits[group] = _split(splits[group], plain, taken)
+                split, again = splits[group], taken.read_again
+                kept = min(split.kept if again is None else again, taken.cost.nbytes)
+                splits[group] = replace(
+                    split,
+                    input_seconds=max(split.input_seconds + taken.cost.backward - plain.backward, 0.0),
+                    kept=kept,
+                    recomputed=max(split.kept - kept, 0),
+                )
         found[stage] = replace(cost, groups=tuple(groups), splits=tuple(splits))
     return tuple(found)
-
-
-def _split(split: SplitCost, plain: LayerCost, way: Variant) -> SplitCost:
-    """Return the split of a recomputed group: it is recomputed once, in the input backward.
-
-    What the weight backward reads and the group does not save is recomputed, and stays until then.
-    """
-    seconds = max(split.input_seconds + way.cost.backward - plain.backward, 0.0)
-    kept = min(split.kept if way.read_again is None else way.read_again, way.cost.nbytes)
-    return replace(split, input_seconds=seconds, kept=kept, recomputed=max(split.kept - kept, 0))
 
 
 def saved_by(

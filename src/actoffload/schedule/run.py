@@ -163,7 +163,7 @@ class RankRun:
             self.other += part.kept + times.gradients[position] if first else part.kept
             level = part.levels[1]
             self._border(level, part.temporary)
-        if not forward and times.frees_at_end:
+        if not forward and (times.cost.boundary_bytes or times.cost.splits):
             self._end_backward(stage, computation, microbatch, times)
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
@@ -187,7 +187,10 @@ class RankRun:
                 freed += trimmed
             elif computation is Computation.BACKWARD_WEIGHT:
                 freed += group.nbytes - (trimmed if key in self._halved else 0)
-        self.other += times.recomputed if computation is Computation.BACKWARD_INPUT else -times.freed_late
+        if computation is Computation.BACKWARD_INPUT:
+            self.other += times.recomputed
+        else:  # a full backward frees it group by group
+            self.other -= times.recomputed + sum(cost.kept_bytes for cost in times.cost.groups)
         self._occupy(-freed)
 
     # Compute

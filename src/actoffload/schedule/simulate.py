@@ -249,9 +249,17 @@ def simulate_pipeline(
     if plans is not None:
         check_kinds(PipelinePlan, optional=True, plans=plans)
     steps = [tuple(order) for order in orders]
-    nothing: list[PipelinePlan | None] = [None] * len(steps)
-    planned = nothing if plans is None else list(plans)
-    _check_plans(steps, stages, planned)
+    planned: Sequence[PipelinePlan | None] = [None] * len(steps) if plans is None else plans
+    if len(planned) != len(steps):
+        raise ValueError(f"There are {len(planned)} plans for {len(steps)} ranks; give one for each.")
+    for rank, (order, plan) in enumerate(zip(steps, planned, strict=True)):
+        if plan is None:
+            continue
+        if plan.order != order:
+            raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
+        for stage, names in plan.names.items():
+            if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
+                raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
     pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
     baseline = ranks = _simulated(pipeline, [{}] * len(steps))
     if any(plan is not None and plan.transfers for plan in planned):
@@ -286,33 +294,21 @@ def check_pipeline(
     send_latency: float,
     send_bandwidth: float,
 ) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that is of another type."""
+    """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that cannot be."""
     check_kinds(Sequence, orders=orders)
+    check_kinds(StageCost, stages=stages)
     for rank, order in enumerate(orders):
         check_kinds(Step, optional=False, **{f"orders[{rank}]": order})
-    check_kinds(StageCost, stages=stages)
-    check_kind(Link, link=link)
-    check_seconds(send_latency=send_latency)
-    check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
-
-
-def _check_plans(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: list[PipelinePlan | None]) -> None:
-    if len(plans) != len(orders):
-        raise ValueError(f"There are {len(plans)} plans for {len(orders)} ranks; give one for each.")
-    for rank, (order, plan) in enumerate(zip(orders, plans, strict=True)):
         missing = {step.stage for step in order} - set(range(len(stages)))
         if missing:
             raise ValueError(f"Rank {rank} has stage {min(missing)}, but there are costs of {len(stages)} stages.")
-        late = {s.stage for s in order if s.computation is Computation.BACKWARD_INPUT and not stages[s.stage].splits}
-        if late - {0}:
-            raise ValueError(f"Stage {max(late)} has an input backward, but its cost has no splits.")
-        if plan is None:
-            continue
-        if plan.order != order:
-            raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
-        for stage, names in plan.names.items():
-            if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
-                raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
+        split = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT} - {0}
+        without = [stage for stage in split if stages[stage].groups and not stages[stage].splits]
+        if without:
+            raise ValueError(f"Stage {max(without)} has an input backward, but its cost has no splits.")
+    check_kind(Link, link=link)
+    check_seconds(send_latency=send_latency)
+    check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
 
 
 class Pipeline:

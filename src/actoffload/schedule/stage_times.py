@@ -188,13 +188,3 @@ class StageTimes:
     def recomputed(self) -> int:
         """Bytes that the input backward leaves for the weight backward, beside the saved ones."""
         return sum(split.recomputed for split in self.cost.splits)
-
-    @cached_property
-    def freed_late(self) -> int:
-        """Bytes beside the saved ones that a weight backward frees at its end, and a full backward group by group."""
-        return sum(cost.kept_bytes for cost in self.cost.groups) + self.recomputed if self.cost.splits else 0
-
-    @property
-    def frees_at_end(self) -> bool:
-        """Whether backwards free something where they end, beside what their groups do."""
-        return bool(self.cost.boundary_bytes or self.cost.splits)
