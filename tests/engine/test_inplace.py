@@ -72,24 +72,6 @@ def test_changed_before_backward(view, where, change):
     assert f"[torch.FloatTensor [{shape}]] is at version 1; expected version 0 instead" in str(caught.value)
 
 
-def test_message_begins_like_the_one_of_autograd():
-    def fail(offload: bool) -> str:
-        context, sync = make(1, 3)
-        held = torch.randn(64, 64)
-        layers = [Held(held), torch.relu, torch.relu]
-        y = forward(layers, start(), context, sync) if offload else plain(layers, start())
-        held.mul_(2.0)
-        with pytest.raises(RuntimeError) as caught:
-            y.sum().backward()
-        return str(caught.value)
-
-    ours, theirs = fail(True), fail(False)
-    same = theirs[: theirs.index("instead.") + 8]
-    assert "is at version 1; expected version 0 instead." in same
-    # Autograd knows the output number where a node made the tensor; this one is an input.
-    assert ours.startswith(same)
-
-
 MAKERS = {
     "an input": (lambda x: (h := x * 2.0, h.sin()), "output 0 of Mul"),
     "an output": (lambda x: (h := x.exp(), h * 1.0), "output 0 of Exp"),
@@ -123,7 +105,7 @@ def test_message_says_of_which_operator_it_is_the_output(which, num_layers):
     ours, theirs = fail(True), fail(False)
     _, where = MAKERS[which]
     assert (where or "]] is at") in ours
-    assert (where or "]] is at") in theirs or not where
+    assert ours.partition("[")[0] == theirs.partition("[")[0]
     assert ours.partition("]]")[2].partition("instead.")[0] == theirs.partition("]]")[2].partition("instead.")[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,78 +25,40 @@ def reason(tensors: ModelTensors, tensor: Tensor) -> Reason | None:
     return tensors.reason(address(tensor.untyped_storage()))
 
 
-def another_parameter(net: nn.Module) -> Tensor:
-    net[1][0].weight = nn.Parameter(torch.ones(4, 4))
-    return net[1][0].weight
+def ones(*size: int) -> Tensor:
+    return torch.ones(*(size or (4, 4)))
 
 
-def another_memory(net: nn.Module) -> Tensor:
-    net[1][0].weight.data = torch.ones(4, 4)
-    return net[1][0].weight
+CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Tensor]]] = {  # how, and the tensor that is new
+    "another parameter": (lambda net: setattr(net[1][0], "weight", nn.Parameter(ones())), lambda net: net[1][0].weight),
+    "another memory": (lambda net: setattr(net[1][0].weight, "data", ones()), lambda net: net[1][0].weight),
+    # As where weights are moved away and back, and the allocator returns the memory that they had.
+    "another storage of the same memory": (
+        lambda net: setattr(net[1][0].weight, "data", torch.from_numpy(net[1][0].weight.detach().numpy())),
+        lambda net: net[1][0].weight,
+    ),
+    "one more parameter": (lambda net: setattr(net[1], "scale", nn.Parameter(ones(4))), lambda net: net[1].scale),
+    "one that was none": (lambda net: setattr(net[1][0], "bias", nn.Parameter(ones(4))), lambda net: net[1][0].bias),
+    "one more module": (lambda net: net.append(nn.Linear(4, 4)), lambda net: net[2].weight),
+    "another module": (lambda net: setattr(net[1], "0", nn.Linear(4, 4)), lambda net: net[1][0].weight),
+    "another part": (lambda net: setattr(net[1][0].weight, "b", ones()), lambda net: net[1][0].weight.b),
+    "another buffer": (lambda net: setattr(net[1][1], "running_mean", ones(4)), lambda net: net[1][1].running_mean),
+}
 
 
-def another_storage_of_the_same_memory(net: nn.Module) -> Tensor:
-    """As where weights are moved away and back, and the allocator returns the memory that they had."""
-    weight = net[1][0].weight
-    weight.data = torch.from_numpy(weight.detach().numpy())
-    return weight
-
-
-def one_more_parameter(net: nn.Module) -> Tensor:
-    net[1].scale = nn.Parameter(torch.ones(4))
-    return net[1].scale
-
-
-def one_that_was_none(net: nn.Module) -> Tensor:
-    net[1][0].bias = nn.Parameter(torch.ones(4))
-    return net[1][0].bias
-
-
-def one_more_module(net: nn.Module) -> Tensor:
-    net.append(nn.Linear(4, 4))
-    return net[2].weight
-
-
-def another_module(net: nn.Module) -> Tensor:
-    net[1][0] = nn.Linear(4, 4)
-    return net[1][0].weight
-
-
-def another_part(net: nn.Module) -> Tensor:
-    net[1][0].weight.b = torch.ones(4, 4)
-    return net[1][0].weight.b
-
-
-def another_buffer(net: nn.Module) -> Tensor:
-    net[1][1].running_mean = torch.ones(4)
-    return net[1][1].running_mean
-
-
-CHANGES = (
-    another_parameter,
-    another_memory,
-    another_storage_of_the_same_memory,
-    one_more_parameter,
-    one_that_was_none,
-    one_more_module,
-    another_module,
-    another_part,
-    another_buffer,
-)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_changed_is_read_again(change: Callable[[nn.Module], Tensor]):
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changed_is_read_again(name: str):
     net = model()
     net[1][0].bias = None
-    if change is another_part:
-        net[1][0].weight = nn.Parameter(Two(torch.ones(4, 4), torch.ones(4, 4)))
+    if name == "another part":
+        net[1][0].weight = nn.Parameter(Two(ones(), ones()))
     first = ModelTensors(net)
     assert reason(first, net[0].weight) is Reason.PARAMETER
-    new = change(net)
-    assert reason(first, new) is None
-    expected = Reason.BUFFER if change is another_buffer else Reason.PARAMETER
-    assert reason(ModelTensors(net, first), new) is expected
+    change, found = CHANGES[name]
+    change(net)
+    assert reason(first, found(net)) is None
+    expected = Reason.BUFFER if name == "another buffer" else Reason.PARAMETER
+    assert reason(ModelTensors(net, first), found(net)) is expected
 
 
 def test_a_model_that_stays_the_same_is_looked_at_now_and_then():
@@ -106,7 +69,7 @@ def test_a_model_that_stays_the_same_is_looked_at_now_and_then():
     for _ in range(2 * ModelTensors.TRUSTED + 3):
         tensors = ModelTensors(net, tensors)
         assert reason(tensors, net[0].weight) is Reason.PARAMETER
-    new = another_buffer(net)
+    net[1][1].running_mean = new = ones(4)
     passes = 0
     while reason(tensors := ModelTensors(net, tensors), new) is None:
         passes += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import forward, make, nothing_held
+from helpers import nothing_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 from whole_model import equal, offload
@@ -112,15 +112,6 @@ def test_gradients_of_a_model(name, options):
     handle = offload(model, layers="blocks.?", min_bytes=0, **options)
     equal(train(model), want)
     nothing_held(handle)
-
-
-@each_operator
-@pytest.mark.usefixtures("offload_small_tensors")
-def test_gradients_in_a_context(name):
-    want = train(Net(name))
-    model = Net(name)
-    context, sync = make(2, 4)
-    equal(train(model, lambda x: forward(model.blocks, x, context, sync)), want)
 
 
 def test_the_noise_is_copied_with_the_next_node():

@@ -23,12 +23,12 @@ from composing import (
     both,
     dropping,
     gradients,
-    hooked,
     train,
 )
 from helpers import forward, make, nothing_held, plain
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd, lookup_backend
+from whole_model import nothing_installed
 
 import actoffload
 
@@ -288,7 +288,7 @@ def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):
         run(batch())
     assert type(caught.value).__name__ == "Unsupported"
     assert "compile them one by one: for layer in layers: layer.compile(fullgraph=True)" in str(caught.value)
-    assert not hooked()
+    nothing_installed()
     model._compiled_call_impl = None
     assert all(map(torch.equal, train(model, 1), wanted))
     assert handle.statistics().tensors_offloaded > 0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from test_recompute_operators import DEVICES, work
 from timed_device import Timed, TimedModel, offload, seconds, step
 from torch import Tensor, nn
 
@@ -137,35 +138,13 @@ def test_passes_with_smaller_inputs(numbers):
     assert seconds_of_plan(numbers) == pytest.approx(seconds_of_plan(frozenset()), rel=0.02)
 
 
-@torch.library.custom_op("actoffload_tests::of_rows", mutates_args=())
-def work(x: Tensor, seconds: float) -> Tensor:
-    """Compute, and return what is saved; an operator that recomputation may save or run again."""
-    Operators.device.compute(seconds * len(x) / 4)
-    return Operators.device.count(x.clone())
-
-
-@torch.library.custom_op("actoffload_tests::of_rows_back", mutates_args=())
-def work_back(grad: Tensor, y: Tensor, seconds: float) -> Tensor:
-    Operators.device.compute(2 * seconds * len(y) / 4)
-    return grad.clone()
-
-
-work.register_fake(lambda x, seconds: torch.empty_like(x))
-work_back.register_fake(lambda grad, y, seconds: torch.empty_like(grad))
-work.register_autograd(
-    lambda ctx, grad: (work_back(grad, ctx.saved_tensors[0], ctx.seconds), None),
-    setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(output), setattr(ctx, "seconds", inputs[1])),
-)
-
-
 class Operators(nn.Module):
     """Eight operators that take different times."""
 
-    device: Timed
-
     def forward(self, x: Tensor) -> Tensor:
         for time in (1.0, 0.05, 0.5, 0.05, 0.25, 0.05, 0.12, 0.05):
-            x = work(x, time)
+            seconds = time * len(x) / 4
+            x = work(x, seconds, 2 * seconds, x.nbytes).view(x.shape)
         return x
 
 
@@ -173,7 +152,8 @@ class Operators(nn.Module):
 def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
     width = 2**12
     size = 8 * 4 * 4 * width  # bytes that a block saves
-    Operators.device = device = Timed(0.05 * size, 0.05 * size, memory=2**40)
+    device = Timed(0.05 * size, 0.05 * size, memory=2**40)
+    DEVICES.append(device)
     model = nn.Sequential(*[Operators() for _ in range(8)])
     handle = offload(model, device, layers="?", memory_budget=int(blocks * size))
     for n in range(1, 16):
@@ -181,7 +161,6 @@ def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
         model(torch.zeros(rows if n == 4 else 4, width, requires_grad=True)).sum().backward()
         assert max(device.created.peak, device.highest) <= blocks * size
     assert not handle.settling
-    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +185,6 @@ def test_nothing_is_copied(options):
         assert "memory_budget is 24.0 MiB, but the smallest peak that a plan reaches is 48.0 MiB" in found[-1]
         assert peak(model, device) == handle.plan.peak_bytes == 48 * MIB
     assert not handle.plan.offloaded
-    handle.remove()
 
 
 def test_a_single_block():
@@ -219,7 +197,6 @@ def test_a_single_block():
             step(model)
     assert "the smallest peak that a plan reaches is 4.0 MiB" in str(found[-1].message)
     assert not handle.settling
-    handle.remove()
 
 
 KIB = 2**10
@@ -230,11 +207,10 @@ def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
     """The pass before it, whose peak counts, had a longer one; all of them fit."""
     device = Timed(100.0, 100.0, memory=2**40 if options else 20 * KIB)
     model = TimedModel(device, 4, nbytes=4 * KIB)
-    handle = offload(model, device, **options)
+    offload(model, device, **options)
     for n in range(33):
         step(model, 4 if n < 3 else 2)
     assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
-    handle.remove()
 
 
 @pytest.mark.parametrize("skipped", [1, 2, 3])
@@ -249,7 +225,6 @@ def test_a_backward_that_is_skipped_once(skipped, budget, expected):
     del loss
     assert not handle.settling
     assert seconds(model, device) == expected
-    handle.remove()
 
 
 def test_the_room_of_ranks_counts_for_inputs_of_one_size():

@@ -35,7 +35,6 @@ def test_the_prediction_for_the_measured_inputs_is_that_of_the_plan(options):
     assert (fit.factor, fit.plan) == (1.0, handle.plan)
     assert (fit.peak_bytes, fit.seconds) == (handle.plan.peak_bytes, handle.plan.seconds)
     assert fit.limit_bytes >= fit.peak_bytes
-    handle.remove()
 
 
 @pytest.mark.parametrize(("link", "limit"), [(3e5, 12 * MIB), (1e7, 30 * MIB)])
@@ -66,7 +65,6 @@ def test_a_model_that_fits_may_have_larger_inputs():
     assert fit.plan.recomputed
     _, _, handle, peak = trained(fit.tokens, memory=100 * MIB)
     assert peak <= 100 * MIB
-    handle.remove()
 
 
 def void(tensor: torch.Tensor) -> None:
@@ -94,7 +92,6 @@ def test_gradients_do_not_grow_with_the_inputs():
     fit = handle.fits(tokens=8, memory=24 * MIB)
     assert fit.fits, "16 MiB of gradients stay the same"
     assert fit.peak_bytes < 24 * MIB
-    handle.remove()
 
 
 def test_sparse_gradients_are_not_counted():
@@ -108,7 +105,6 @@ def test_sparse_gradients_are_not_counted():
         step(model)
     assert model.blocks[0].table.weight.grad.is_sparse
     assert handle.fits().fits
-    handle.remove()
 
 
 def test_host_memory_is_a_limit():
@@ -118,14 +114,12 @@ def test_host_memory_is_a_limit():
     assert fit.plan.offloaded_bytes <= 64 * MIB
     assert handle.fits(tokens=6, memory=100 * MIB).plan.offloaded_bytes <= 64 * MIB
     assert not handle.fits(tokens=100, memory=100 * MIB).fits
-    handle.remove()
 
 
 def test_where_not_even_one_element_fits():
     _, _, handle, _ = trained(memory_budget=20 * MIB)
     fit = handle.fits(memory="10KiB")
     assert (fit.tokens, fit.fits) == (1, False)
-    handle.remove()
 
 
 def test_tokens_are_the_largest_input_of_whole_numbers():
@@ -155,7 +149,6 @@ def test_what_is_not_known_is_said():
     with pytest.raises(RuntimeError, match="pass memory="):
         handle.fits()
     assert handle.fits(memory="1GiB").fits
-    handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -178,4 +171,3 @@ def test_several_forwards_before_a_backward():
         earlier = later
     with pytest.raises(RuntimeError, match=r"[Ss]everal forwards run before a backward"):
         handle.fits()
-    handle.remove()

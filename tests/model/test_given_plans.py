@@ -12,7 +12,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from whole_model import UNIT, Mlp, Wave, Waves, offload
 
 import actoffload
-from actoffload.model.follow import group_name, split_group_name
 from actoffload.schedule import Plan
 
 ROWS = torch.randn(16, 32)
@@ -99,11 +98,6 @@ def test_the_whole_model_as_a_group():
     for given in (model, DataParallel(model)):
         with actoffload.offload(given, plan=plan) as handle:
             assert handle.groups == ("(the whole model)",)
-
-
-def test_parts_of_groups_keep_their_numbers():
-    names = ["layers.0", "layers.0 (part 2)", "(the whole model)", "(the whole model) (part 3)"]
-    assert [group_name(*split_group_name(name)) for name in names] == names
 
 
 def test_a_plan_of_no_module_of_the_model():

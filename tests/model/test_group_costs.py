@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, stages, step
+from timed_device import RotaryModel, Temporary, Timed, TimedModel, offload, stages, step
 from torch import nn
 
 from actoffload.device import ReferenceDevice
@@ -52,21 +52,6 @@ def test_the_common_rate_is_never_out_of_bounds(shared):
     assert found.both == (100 if shared == 10 else 200)
 
 
-class _Temporary(torch.autograd.Function):
-    """Allocates for a time, in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, device: Timed, nbytes: tuple[int, int]) -> torch.Tensor:
-        ctx.device, ctx.nbytes = device, nbytes[1]
-        device.count(torch.zeros(nbytes[0] // 4))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.device.count(torch.zeros(ctx.nbytes // 4))
-        return grad, None, None
-
-
 def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
     """Return the costs of the groups of a model, and its handle."""
     found = []
@@ -97,7 +82,7 @@ def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
     device.behind = False
     model = TimedModel(device, nbytes=4 * MIB)
     inner = model.blocks[at].forward
-    model.blocks[at].forward = lambda x: _Temporary.apply(inner(x), device, nbytes)
+    model.blocks[at].forward = lambda x: Temporary.apply(inner(x), device, *nbytes)
     layers, handle = costs(monkeypatch, device, model)
     forward, backward = (
         [getattr(layer, name) for layer in layers] for name in ("forward_temporary", "backward_temporary")
@@ -109,33 +94,11 @@ def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
     assert handle.plan.peak_bytes == device.created.peak
 
 
-class _Turned(TimedBlock):
-    """A block that also saves a tensor which all blocks save."""
-
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) + (x[:1].sum() * angles).sum() * 0.0
-
-
-class _Angles(TimedModel):
-    """Makes a tensor in each forward, such as the angles of rotary embeddings, and passes it to all blocks."""
-
-    def __init__(self, device: Timed) -> None:
-        super().__init__(device)
-        self.device = device
-        self.blocks = torch.nn.ModuleList([_Turned(device, 1.0, 2.0, 4 * MIB) for _ in range(8)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angles = self.device.count(torch.ones(2 * MIB // 4))
-        for block in self.blocks:
-            x = block(x, angles)
-        return x
-
-
 @pytest.mark.parametrize("link", [3e5, 3e6])
 @pytest.mark.parametrize("budget", [None, 30 * MIB, 14 * MIB])
 def test_what_all_groups_save_is_there_as_long_as_all_of_them(budget, link):
     device = Timed(link, link, memory=2**40)
-    model = _Angles(device)
+    model = RotaryModel(device, 8, 4 * MIB, 2 * MIB)
     handle = offload(model, device, memory_budget=budget)
     while handle.settling:
         step(model)
@@ -172,7 +135,6 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
     ways = handle._tracker.steering.costs().ways
     assert [len(each) for each in ways] == [2] * 6
     assert all(again.cost.nbytes < plain.cost.nbytes for plain, again in ways)
-    handle.remove()
 
 
 class SlowHost(Timed):

@@ -317,11 +317,11 @@ def ended(rank: Rank) -> None:
     rank.handle.remove()
 
 
-@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 3), (ended, 6)])
-def test_offloading_ends_in_the_deciding_rank_only(program, end, at):
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_offloading_ends_in_the_deciding_rank_only(program, at):
     for _ in range(2):
         program.add(**LIMITED)
-    program.ranks[0].before[at] = end
+    program.ranks[0].before[at] = ended
     found = program.run(at + 6)
     assert len(found) == (at < 4)
     assert all(each.startswith("Offloading has ended on rank 0. So this rank decides alone") for each in found)
@@ -329,11 +329,11 @@ def test_offloading_ends_in_the_deciding_rank_only(program, end, at):
     assert max(rank.seconds for rank in program.ranks) < 20
 
 
-@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 3), (ended, 6)])
-def test_offloading_ends_in_another_rank_only(program, end, at):
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_offloading_ends_in_another_rank_only(program, at):
     for _ in range(3):
         program.add(**LIMITED)
-    program.ranks[1].before[at] = end
+    program.ranks[1].before[at] = ended
     assert program.run(at + 6) == []
     assert program.ranks[0].stages == program.ranks[2].stages
     assert program.ranks[0].stages[:4] == ALL
@@ -465,14 +465,6 @@ def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
     return {"stages": found, "settling": settling, "offloaded": handle.plan.offloaded, "names": handle.plan.names}
 
 
-def sentence(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def without_store(model: torch.nn.Module) -> tuple[int, ...]:
     """Return the ranks of a model where PyTorch lacks the private name of the store."""
     with mock.patch.object(ranks, "default_store", None):
@@ -493,7 +485,6 @@ def rank_main(_: torch.device) -> dict[str, Any]:
         "without a store": without_store(sharded),
         "plain": ranks_of(torch.nn.Linear(4, 4)),
         "steps": of_steps(rank, 6, memory_budget="24KiB", recompute=False),
-        "budget": sentence(lambda: of_steps(rank, 1, memory_budget=f"{rank + 1}GiB")),
     }
 
 
@@ -507,4 +498,3 @@ def test_two_processes():
     assert first["steps"]["stages"] == [*ALL, *[""] * 2]
     assert first["steps"]["settling"] == [*[True] * 4, *[False] * 2]
     assert first["steps"]["offloaded"]
-    assert "memory_budget is '1GiB' on rank 0 and '2GiB' on rank 1. Pass the same" in first["budget"]

@@ -6,8 +6,7 @@ import warnings
 from itertools import pairwise
 
 import pytest
-import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, seconds, step
+from timed_device import RotaryModel, Timed, TimedModel, offload, seconds, step
 from torch import nn
 
 import actoffload
@@ -71,7 +70,6 @@ def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_t
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     for plan in handle.plan, handle.frontier().plans[-1]:
         assert plan.baseline_seconds == pytest.approx(1.1 * 18, rel=0.03)
-    handle.remove()
 
 
 class Mistaken(Timed):
@@ -118,7 +116,6 @@ def test_a_pass_that_keeps_everything_and_takes_more_than_the_budget_is_followed
         assert f"the peak would be {(without + more) / MIB:.1f} MiB, above the limit" in handle.plan.because
     else:
         assert handle.plan.because.startswith("Fits: ")
-    handle.remove()
 
 
 class Overrated(Timed):
@@ -140,40 +137,6 @@ def test_a_plan_that_takes_less_memory_than_was_predicted_lets_no_other_take_mor
     device.handle = handle = offload(model, device, memory_budget=20 * MIB)
     assert max(peaks(model, device, 24)) <= 20 * MIB
     assert not handle.settling
-    handle.remove()
-
-
-class Turn(torch.autograd.Function):
-    """Multiplies, and saves all of the second factor."""
-
-    @staticmethod
-    def forward(ctx, x, angles):
-        ctx.save_for_backward(angles)
-        return x * angles[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (angles,) = ctx.saved_tensors
-        return grad * angles[0], None
-
-
-class Turned(TimedBlock):
-    def forward(self, x, angles):
-        return Turn.apply(super().forward(x), angles)
-
-
-class TurnedModel(TimedModel):
-    """Blocks that all save one tensor, as the angles of rotary embeddings."""
-
-    def __init__(self, device: Timed, count: int) -> None:
-        super().__init__(device, 0)
-        self.device, self.blocks = device, nn.ModuleList([Turned(device, 1.0, 2.0, MIB) for _ in range(count)])
-
-    def forward(self, x):
-        angles = self.device.count(torch.ones(2**17))
-        for block in self.blocks:
-            x = block(x, angles)
-        return x
 
 
 @pytest.mark.parametrize(("link", "count"), [(1e5, 4), (1e6, 8)])
@@ -182,7 +145,7 @@ def test_budgets_of_a_frontier_have_room_for_what_groups_share(link, count):
 
     def run(budget: int) -> tuple[actoffload.OffloadHandle, int]:
         device = Timed(link, link, memory=2**40)
-        model = TurnedModel(device, count)
+        model = RotaryModel(device, count, MIB, 2**19)
         handle = offload(model, device, memory_budget=budget, recompute=False)
         found = peaks(model, device, 24)
         assert not handle.settling
@@ -195,7 +158,6 @@ def test_budgets_of_a_frontier_have_room_for_what_groups_share(link, count):
         other, peak = run(budget)
         assert peak <= budget
         other.remove()
-    handle.remove()
 
 
 def test_where_no_plan_takes_as_little_as_was_predicted_the_smallest_is_kept():
@@ -207,7 +169,6 @@ def test_where_no_plan_takes_as_little_as_was_predicted_the_smallest_is_kept():
         peaks(model, device, 24)
     assert not handle.settling
     assert handle.plan.peak_bytes > 40 * MIB
-    handle.remove()
 
 
 @pytest.mark.parametrize("memory", [20 * MIB, 2**40])
@@ -343,4 +304,3 @@ def test_no_frontier_without_measurements():
     handle = actoffload.offload(model, num_layers=2)
     with pytest.raises(RuntimeError, match="nothing is measured: on an accelerator, call offload"):
         handle.frontier()
-    handle.remove()

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
 from adversary.harness import execute, scaled_down, trial
-from adversary.trees import ModelRun, TreeProgram, chain, everything, mixed, nested, tree_programs
+from adversary.trees import ModelRun, TreeProgram, tree_programs
 from hypothesis import given, settings
 
-SEEDS = 2
+SEEDS = 4  # with the last one, steps are recorded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,21 +44,3 @@ def test_random_models_in_random_orders(streams, recompute, examples):
     # The drawn programs cover every reason.
     for what in ("offloaded", "ahead", "KEPT", "OUTSIDE", "SHARED", "HOST_FULL", "MARKED", "SMALL"):
         assert seen[what] > 0, what
-
-
-PROGRAMS = [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()]
-RECOMPUTED = [
-    chain(6, kind, recompute=policy)
-    for kind in ("linear", "qkv")
-    for policy in (True, [torch.ops.aten.mm.default], everything)
-]
-
-
-@pytest.mark.parametrize("program", [*PROGRAMS, *RECOMPUTED])
-@pytest.mark.parametrize("mode", ["late", "early", "random"])
-def test_known_models(program, mode):
-    expected, _ = execute(program, None, kind=ModelRun)
-    # Only a random order depends on the seed; with seed 3 the step is recorded.
-    for seed in range(5) if mode == "random" else (0, 3):
-        _, statistics = trial(program, expected, seed, mode, ModelRun)
-        assert statistics.tensors_offloaded > 0

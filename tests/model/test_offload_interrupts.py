@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 from typing import Any
 
@@ -152,29 +151,3 @@ def test_an_interrupted_pause_ends_with_its_block():
         assert inner is handle
         assert not handle.active
     assert handle.active
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signals_at_random_moments_of_forwards():
-    """Real Ctrl-C, as often as the timer can."""
-    model = Waves(6)
-    want = train(model, steps=1)
-    offload(model)
-    x, seen = data(), 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for k in range(200):
-            try:
-                signal.setitimer(
-                    signal.ITIMER_REAL, 0.0002 + (k % 97) * 0.00003, 0.05
-                )  # again if a finalizer swallows it
-                while True:
-                    model(x)
-            except KeyboardInterrupt:
-                seen += 1
-            nothing_installed()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert seen == 200
-    equal(train(model, steps=1), want)

@@ -81,15 +81,18 @@ def test_a_transformer_with_several_kinds(record):
     )
 
 
+class Tanh(nn.Module):
+    """Saves its input and its output, which is the input of the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale)
+
+
 def test_a_storage_that_two_groups_save_counts_in_the_first():
-    class Tanh(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            return torch.tanh(x * self.scale)  # saves its input and its output, which is the input of the next
-
     handle, report = reported(Inside(6, Tanh))
     assert [group.storages for group in report.groups] == [2, 1, 1, 1, 1, 1]
     assert report.totals.bytes_saved == handle.statistics().bytes_saved == 7 * UNIT
@@ -106,14 +109,6 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
 
 
 def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
-    class Tanh(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            return torch.tanh(x * self.scale)
-
     monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
     monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
     with pytest.warns(actoffload.HostMemoryWarning):

@@ -69,7 +69,6 @@ def test_a_policy_of_the_program_is_followed_with_and_without_a_budget(recompute
     assert not handle.settling
     assert handle.plan.recomputed == tuple(range(12))
     assert budget is None or max(found) <= budget
-    handle.remove()
 
 
 class Talking(nn.Module):
@@ -145,7 +144,6 @@ def test_the_next_choice_is_searched_once_for_a_plan(monkeypatch):
     monkeypatch.setattr(Findings, "chosen", lambda *_, **__: pytest.fail("searched again"))
     step(model)
     assert handle.report().next_choice == first != ""
-    handle.remove()
 
 
 @pytest.mark.parametrize("budget", [None, 24 * MIB])

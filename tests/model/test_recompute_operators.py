@@ -22,7 +22,7 @@ DEVICES: list[Timed] = []  # the one that runs the operators comes last
 def work(x: torch.Tensor, forward: float, backward: float, nbytes: int) -> torch.Tensor:
     """Take virtual seconds and return so many bytes; the backward needs the output."""
     DEVICES[-1].compute(forward)
-    return DEVICES[-1].count(torch.full((nbytes // 4,), float(x.flatten()[0])))
+    return DEVICES[-1].count(torch.full((nbytes // 4,), float(x.detach().flatten()[0])))
 
 
 @work.register_fake
@@ -78,13 +78,6 @@ def make(link, budget, **more):
     return device, model, offload(model, device, memory_budget=budget, min_bytes=2**16, **more)
 
 
-def gradients(model):
-    model.zero_grad()
-    x = torch.linspace(0.5, 1.0, 4).requires_grad_()
-    model(x).sum().backward()
-    return [x.grad, *(weight.grad.clone() for weight in model.parameters())]
-
-
 @pytest.mark.parametrize(("link", "budget"), [(1e6, 24 * MIB), (3e6, 32 * MIB)])
 def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     device, model, handle = make(link, budget)
@@ -100,7 +93,6 @@ def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     (peak,) = set(peaks(model, device, 3))
     assert peak <= plan.peak_bytes
     assert peak >= 0.9 * plan.peak_bytes
-    handle.remove()
 
 
 class Long(Block):
@@ -125,7 +117,6 @@ def test_budgets_are_never_exceeded_whatever_outputs_are_saved(part):
     handle = offload(model, device, memory_budget=budget, min_bytes=2**16)
     assert max(peaks(model, device, 12)) <= budget, "in the first passes, too"
     assert not handle.settling
-    handle.remove()
 
 
 class Sized(Block):
@@ -153,7 +144,6 @@ def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
     ways = handle._tracker.steering.found.ways
     assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
-    handle.remove()
 
 
 class Returning(Block):
@@ -196,18 +186,6 @@ def test_nothing_is_read_that_the_device_has_not_reached(lag):
     device.lag = lag  # about 450 events in a pass
     assert max(peaks(model, device, 8)) <= 18 * MIB
     assert handle.plan.recomputed
-    handle.remove()
-
-
-def test_bits_are_those_without_offload_in_each_step():
-    DEVICES.append(Timed(2e6, 2e6, memory=2**40))
-    torch.manual_seed(0)
-    want = gradients(Blocks())
-    _, model, handle = make(2e6, 24 * MIB)
-    for _ in range(14):
-        for a, b in zip(gradients(model), want, strict=True):
-            assert torch.equal(a, b)
-    assert handle.plan.recomputed
 
 
 def test_groups_that_change_parameters_do_so_once():
@@ -230,7 +208,6 @@ def test_groups_that_change_parameters_do_so_once():
         step(model)
     assert {2, 5} & set(handle.plan.recomputed)
     assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
-    handle.remove()
 
 
 def test_operators_are_timed_in_three_groups_that_do_the_same(monkeypatch):
@@ -243,4 +220,3 @@ def test_operators_are_timed_in_three_groups_that_do_the_same(monkeypatch):
         step(model)
     assert len(found) == replays.TIMED == 3
     assert len(handle.plan.recomputed) > 3, "the others have costs, too"
-    handle.remove()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, small, stages, step
+from timed_device import Temporary, Timed, TimedBlock, TimedModel, offload, small, stages, step
 from torch import Tensor, nn
 
 import actoffload
@@ -113,27 +113,13 @@ def test_groups_that_are_recomputed_in_any_case():
 # Freed
 
 
-class Temporary(torch.autograd.Function):
-    """Takes memory in backward alone."""
-
-    @staticmethod
-    def forward(ctx, x, device):
-        ctx.device = device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.device.count(torch.zeros(2 * BLOCK // 4))
-        return grad, None
-
-
 class LargeBackward(TimedModel):
     """The backward of its last block needs memory for a time, as that of a loss does."""
 
     def __init__(self, device: Timed, count: int) -> None:
         super().__init__(device, count)
         forward = self.blocks[-1].forward
-        self.blocks[-1].forward = lambda x: Temporary.apply(forward(x), device)
+        self.blocks[-1].forward = lambda x: Temporary.apply(forward(x), device, 0, 2 * BLOCK)
 
 
 def test_what_the_plan_frees_in_backward_is_not_expected_before():

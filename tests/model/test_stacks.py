@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 import pytest
-import torch
 from structures import (
     LEAVES,
     PARTS,
@@ -75,20 +74,3 @@ def test_the_only_block_of_a_stage():
 
 def test_lists_without_parameters_are_none():
     assert find_stacks(nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU())))) == ()
-
-
-def test_a_list_with_one_block_of_another_type_at_its_end_is_chosen_whole() -> None:
-    """As in hybrid models: a list of three attention blocks and a last one of another kind."""
-
-    class Other(torch.nn.Sequential):
-        pass
-
-    def block(kind: type[torch.nn.Sequential]) -> torch.nn.Module:
-        return kind(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-
-    class Hybrid(torch.nn.Sequential):
-        pass
-
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([*(block(Hybrid) for _ in range(3)), block(Other)])
-    assert find_stacks(model) == (tuple(model.layers),)

@@ -265,19 +265,6 @@ def test_a_plan_and_something_else(more):
     assert actoffload.OffloadHandle.of(model) is None
 
 
-def test_a_plan_of_another_model(tmp_path):
-    _, model = tight()
-    plan = Plan(2, names=("blocks.0", "blocks.9"), nbytes=(0, 0))
-    with pytest.raises(ValueError, match=r"blocks\.9"):
-        actoffload.offload(model, plan=plan)
-    with pytest.raises(FileNotFoundError):
-        actoffload.offload(model, plan=tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"bad.json is no plan that this version of actoffload can read"):
-        actoffload.offload(model, plan=tmp_path / "bad.json")
-    assert actoffload.OffloadHandle.of(model) is None
-
-
 def test_plans_print_bytes(tmp_path):
     """On the reference device too, where nothing is measured."""
     model = TimedModel(Timed())

@@ -1,14 +1,18 @@
-"""The measured default on a device with little memory: no pass may exceed it where any plan fits."""
+"""The measured default with little memory, which no pass exceeds, and where costs or memory change."""
 
 from __future__ import annotations
 
+import logging
+import random
 from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed_device import Timed, TimedModel, offload, seconds, step
+from timed_device import Timed, TimedModel, offload, seconds, small, stages, step
+
+from actoffload.model.tuning.ranks import WINDOW
 
 MIB = 2**20
 BLOCK = 4 * MIB
@@ -99,3 +103,169 @@ def test_temporary_memory_between_the_borders_counts():
         step(model)
     assert device.peak() <= 45 * MIB
     assert handle.plan.offloaded
+
+
+# Costs or memory that do not stay what they were
+
+
+SCRIPT = ["FIRST", "LEAN", "PLAN", "PLAN"]
+
+
+def again(seen: list[str]) -> int:
+    """Return how many times the script ran."""
+    return sum(now == "FIRST" and before != "FIRST" for before, now in zip(["", *seen], seen, strict=False))
+
+
+# Times
+
+
+@pytest.mark.parametrize("change", [lambda _: 2.0, lambda k: 1.0 + k % 2, lambda k: random.Random(k).uniform(0.8, 1.2)])
+def test_times_that_change_change_no_plan(change):
+    device, model, handle = small()
+    stages(handle, lambda: step(model), 6)
+    plan, calls = handle.plan, iter(range(10**9))
+    device.slow = lambda: change(next(calls))
+    assert stages(handle, lambda: step(model), 60) == [""] * 60
+    assert handle.plan is plan
+
+
+class Contended(Timed):
+    """Copies slow compute down: by so many seconds for each copied byte."""
+
+    cost = 0.0
+
+    def to_host(self, pairs, stream):
+        super().to_host(pairs, stream)
+        self.main.now += self.cost * sum(host.nbytes for host, _ in pairs)
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.5, 5.0, 50.0])
+def test_the_faster_of_two_plans_is_kept_if_copies_slow_compute_down(cost):
+    """At most as long as replay of everything, which is known to work."""
+    device = Contended(1e7, 1e7, memory=8 * MIB)
+    device.cost = cost / (28 * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    seen = stages(handle, lambda: step(model), 8)
+    assert seen[5:] == [""] * 3
+    took = seconds(model, device)
+    assert took == pytest.approx(handle.plan.seconds)
+    assert took <= 1.03 * min(32.0, 25.5 + cost)
+    assert bool(handle.plan.recomputed) == (took > 30)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_variable_lengths(seed):
+    device = Timed(1e7, 1e7, memory=32 * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    source, steps = random.Random(seed), 0
+    while handle.settling:
+        step(model, source.choice([2, 4, 8]))
+        steps += 1
+        assert steps <= 25
+    seen = stages(handle, lambda: step(model, source.choice([2, 4, 8])), 5 * WINDOW)
+    assert again(seen) <= 1
+    assert not handle.settling
+    assert device.peak() <= 32 * MIB
+
+
+def test_lengths_that_alternate_between_training_and_evaluation():
+    _device, model, handle = small()
+    stages(handle, lambda: step(model), 6)
+    plan = handle.plan
+    for _ in range(12):
+        assert stages(handle, lambda: step(model), 10) == [""] * 10
+        for _ in range(10):
+            model(torch.zeros(16, requires_grad=True))  # with a graph, without a backward
+    assert handle.plan == plan
+    assert plan.offloaded
+
+
+def test_batches_that_are_larger_than_those_that_were_measured():
+    """A plan is made for them; where a quarter of the batches is larger, none is."""
+    device = Timed(1e7, 1e7, memory=32 * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    stages(handle, lambda: step(model, 2), 6)
+    sizes = iter([8, 2, 2, 2] * 100)
+    assert again(stages(handle, lambda: step(model, next(sizes)), 10 * WINDOW)) == 0
+    leanest = seconds(model, device, 8)
+    seen = stages(handle, lambda: step(model, 8), 5 * WINDOW)
+    assert again(seen) == 1
+    assert seen[-1] == ""
+    assert seconds(model, device, 8) < 0.97 * leanest
+    assert device.peak() <= device.memory
+
+
+# Memory
+
+
+@pytest.mark.parametrize("before", [4, 24], ids="{} passes before".format)
+@pytest.mark.parametrize("fits", [True, False])
+def test_memory_that_grows_after_the_first_passes(before, fits, caplog):
+    """An optimizer allocates its states in its first step, which comes late with gradient accumulation."""
+    device = Timed(1e7, 1e7, memory=(44 if fits else 28) * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device, recompute=False)
+    with caplog.at_level(logging.INFO, "actoffload"):
+        first = stages(handle, lambda: step(model), before)
+        states = device.count(torch.zeros(16 * MIB // 4))
+        device.highest, device.created.peak = 0, device.created.now
+        seen = stages(handle, lambda: step(model), 3 * WINDOW)
+    assert again(first) == 1
+    assert not handle.settling
+    device.highest, device.created.peak = 0, device.created.now
+    step(model)
+    assert device.peak() <= device.memory
+    assert handle.plan.offloaded
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 + again(seen)
+    if fits:
+        assert again(seen) == 1, "the plan that kept everything does not fit beside the states"
+        assert "Fits" in lines[0] if before > 4 else True
+    del states
+
+
+def test_an_out_of_memory_error_makes_the_next_plan_leaner():
+    device, model, handle = small(recompute=False, link=1e5)
+    stages(handle, lambda: step(model), 6)
+    peaks = [handle.plan.peak_bytes]
+    for _ in range(3):
+        device.failed += 1
+        seen = stages(handle, lambda: step(model), 6)
+        assert seen[:2] == SCRIPT[:2]
+        assert not handle.settling
+        peaks.append(handle.plan.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    assert stages(handle, lambda: step(model), 40) == [""] * 40, "it is looked at once"
+
+
+def test_an_error_in_the_middle_of_the_script_starts_it_again():
+    device, model, handle = small(recompute=False)
+    assert stages(handle, lambda: step(model), 3) == SCRIPT[:3]
+    device.failed += 1
+    assert stages(handle, lambda: step(model), 5) == [*SCRIPT, ""]
+
+
+def test_an_error_before_the_memory_is_known_changes_nothing():
+    device, model, handle = small(memory=None)
+    device.failed += 1
+    stages(handle, lambda: step(model), 4)
+    assert not handle.settling
+    assert not handle.plan.offloaded
+
+
+def test_numbers_of_the_passes_in_the_log(caplog):
+    device, model, handle = small(recompute=False)
+    with caplog.at_level(logging.INFO, "actoffload"):
+        stages(handle, lambda: step(model), 10)
+        device.failed += 1
+        stages(handle, lambda: step(model), 10)
+    first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+    assert "measured in passes 1 to 4" in first
+    assert "measured in passes 11 to 14" in second

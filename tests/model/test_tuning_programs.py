@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -270,14 +268,3 @@ def test_remove_in_each_stage(at, pending):
     del y
     assert engine.statistics().host_bytes == 0
     nothing_installed(model)
-
-
-@pytest.mark.parametrize("at", PASSES)
-def test_copies_of_the_handle_and_the_model_in_each_stage(at):
-    device, model, handle = small()
-    for _ in range(at):
-        step(model)
-    for other in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
-        assert not other.installed
-        assert "offload of TimedModel (removed)" in str(other)
-    done(handle, model, device)

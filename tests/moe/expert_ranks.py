@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import same_bits
+from timed_device import Timed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "model"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import experts  # noqa: E402 - lies in benchmarks
-from timed_device import Timed  # noqa: E402 - lies beside the tests of models
 
 import actoffload  # noqa: E402
 from actoffload.device import use  # noqa: E402

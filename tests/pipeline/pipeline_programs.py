@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import same_bits
+from timed_device import Timed
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from actoffload import PipelineHandle, offload
-from actoffload.pipeline.follow import NAMES
-
-__all__ = ["NAMES", "SPLIT", "Block", "block_bytes", "compare", "held", "make", "offloaded", "same", "train"]
 
 SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")  # the backward of most microbatches is split
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -33,6 +31,27 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
+
+
+class Computing(Block):
+    """A block that takes a virtual second in forward, also where it is recomputed."""
+
+    device = Timed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.device.compute(1.0)
+        return super().forward(x)
+
+
+class Skipping(nn.Sequential):
+    """Blocks of which some may be skipped."""
+
+    skipped: Collection[int] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, block in enumerate(self):
+            x = x if k in self.skipped else block(x)
+        return x
 
 
 def block_bytes() -> int:

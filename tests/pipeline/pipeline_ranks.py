@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,8 +14,9 @@ import processes
 import torch
 import torch.distributed as dist
 from helpers import same_bits
-from pipeline_programs import SPLIT, Block, block_bytes, compare, loss, make, offloaded, train
+from pipeline_programs import SPLIT, Block, Computing, Skipping, block_bytes, compare, loss, make, offloaded, train
 from processes import LIMIT
+from timed_device import Timed
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,10 +26,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from actoffload.device import use
 from actoffload.schedule import PipelinePlan
 from actoffload.tune import exchange
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-
-from timed_device import Timed
 
 __all__ = ["BAD", "OTHER", "RECOMPUTED", "REFUSED", "run_ranks"]
 
@@ -153,35 +148,6 @@ BAD = {
 }
 
 
-def other_microbatches() -> dict[str, Any]:
-    """Run steps with other numbers of microbatches; return whether the bits are the same, and the last plan."""
-    numbers, results = (4, 4, 6, 6, 4), []
-    for offloads in (False, True):
-        schedule, modules = make("Schedule1F1B", 4)
-        handle = offloaded(schedule) if offloads else None
-        results.append([])
-        for number in numbers:
-            schedule._n_microbatches = number
-            schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
-            results[-1] += train(schedule, modules, 1, number)
-    assert handle.plan is not None
-    orders = [len(plan.order) for plan in handle.plans]
-    handle.remove()
-    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    return {"same": same, "orders": orders}
-
-
-class Skipping(nn.Sequential):
-    """Blocks of which some may be skipped."""
-
-    skipped: frozenset[int] = frozenset()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, block in enumerate(self):
-            x = x if k in self.skipped else block(x)
-        return x
-
-
 def skipping(budget: int | None) -> dict[str, Any]:
     """Skip a block on the last rank in some steps; return whether the bits are the same, and what became of plans."""
     results, device = [], Timed(2**20, 2**20, memory=2**20)
@@ -191,7 +157,7 @@ def skipping(budget: int | None) -> dict[str, Any]:
             handle = offloaded(schedule, memory_budget=budget) if offloads else None
         results.append([])
         for number in range(16):
-            modules[0].skipped = frozenset({1} if dist.get_rank() and number in (1, 4, 11, 12) else ())
+            modules[0].skipped = {1} if dist.get_rank() and number in (1, 4, 11, 12) else ()
             results[-1] += train(schedule, modules, 1)
     found = {"same": len(results[0]) == len(results[1]), "settling": handle.settling, "plans": len(handle.plans)}
     found["same"] &= all(same_bits(a, b) for a, b in zip(*results, strict=True))
@@ -200,16 +166,6 @@ def skipping(budget: int | None) -> dict[str, Any]:
 
 
 # Replicas: ranks that run the same stages
-
-
-class Computing(Block):
-    """A block that takes a virtual second in forward, also where it is recomputed."""
-
-    device = Timed()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.device.compute(1.0)
-        return super().forward(x)
 
 
 def replica(kind: type[Block]) -> tuple[Any, list[nn.Module]]:
@@ -285,7 +241,6 @@ def recomputed(name: str) -> dict[str, Any]:
 RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
 SKIPPING = {"skipped blocks": partial(skipping, None), "skipped blocks, a budget": partial(skipping, 24 * 2**10)}
 OTHER = {
-    "other microbatches": other_microbatches,
     **SKIPPING,
     "replicas": replicas,
     "delta bytes": delta_bytes,

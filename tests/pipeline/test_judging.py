@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actoffload.pipeline.planning import Limits, Measured, Plans, Tried, keep_best, plans_of
+from actoffload.pipeline.planning import Limits, Measured, Plans, Tried, agreed, keep_best, plans_of
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
 
@@ -84,3 +84,26 @@ def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
         kept = stop.value
     assert kept is not None
     assert [plan.rank for plan in kept] == [0, 1]
+
+
+# Copies of a stage
+
+
+def copied(rank: int, limit: int | None, *, bare: bool = True) -> Measured:
+    return Measured(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit, bare=bare)
+
+
+def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first():
+    first = [copied(0, 5), copied(1, None), copied(2, 7)]
+    second = [copied(3, 4, bare=False), copied(4, 9), copied(5, 8)]
+    found = agreed([first, second])
+    assert [each.limit for each in found] == [4, 9, 7]
+    assert [each.rank for each in found] == [0, 1, 2]
+    assert [each.link.d2h - 1e9 for each in found] == [0, 1, 2]
+    assert [each.bare for each in found] == [False, True, True]
+    assert agreed([first, [*second[:2], None]]) is None
+
+
+def test_plans_are_made_for_the_slowest_link_of_all_ranks():
+    links = [Link(1e9, 3e9, 1e-5, both=2e9), Link(2e9, 2e9, 2e-5), Link(3e9, 4e9, 0.0, both=4e9)]
+    assert Link.slowest(links) == Link(1e9, 2e9, 2e-5, both=2e9)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import same_bits
-from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, block_bytes, make, train
+from pipeline_programs import MIN_BYTES, SPLIT, Computing, Skipping, block_bytes, make, train
+from timed_device import Timed, TimedBlock
 from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
 from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.device import use
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-
-from timed_device import Timed, TimedBlock
+from actoffload.pipeline.follow import NAMES
 
 KIB = 2**10
 MICROBATCHES, BLOCKS, SAVED = 6, 4, 4 * KIB
@@ -35,6 +31,11 @@ pytestmark = pytest.mark.usefixtures("one_process")
 def timed(device: Timed) -> nn.Module:
     """Return the blocks of a stage."""
     return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+
+def skipping(device: Timed) -> nn.Module:
+    """Return the blocks of a stage, of which some may be skipped."""
+    return Skipping(*timed(device))
 
 
 def offloaded(
@@ -80,7 +81,6 @@ def test_never_slower(name):
     assert steps[1][0] > without  # everything is offloaded, and waited for
     assert steps[1][1] < most
     assert device.synchronized <= 3
-    handle.remove()
 
 
 def test_a_step_without_offloading_is_timed_without_hooks():
@@ -95,7 +95,7 @@ def test_a_step_without_offloading_is_timed_without_hooks():
     def stage(device: Timed) -> nn.Module:
         return nn.Sequential(*(Watched(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
 
-    schedule, _, device, handle = offloaded("Schedule1F1B", 2.0 * SAVED, stage, memory=None)
+    schedule, _, device, _handle = offloaded("Schedule1F1B", 2.0 * SAVED, stage, memory=None)
     for _ in range(MEASURED + TRIAL + 2):
         seen.append([])
         step(schedule, device)
@@ -104,7 +104,6 @@ def test_a_step_without_offloading_is_timed_without_hooks():
     assert any(tried)
     assert tried == also == kept
     assert not any((*without, *none))
-    handle.remove()
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", SPLIT[1]])
@@ -113,7 +112,6 @@ def test_a_slow_link_costs_nothing(name):
     handle, steps, _ = run(name, SAVED / 8, MEASURED + 2)
     for seconds, _ in steps[MEASURED:]:
         assert seconds == handle.plan.seconds <= 1.002 * steps[MEASURED - 1][0]
-    handle.remove()
 
 
 def test_a_memory_budget():
@@ -132,7 +130,6 @@ def test_a_memory_budget():
         assert peak <= budget
     # Nothing was offloaded to measure times in a step that would not have been within the budget.
     assert all(peak <= budget for _, peak in steps)
-    handle.remove()
 
 
 def test_a_device_that_is_too_small():
@@ -140,7 +137,6 @@ def test_a_device_that_is_too_small():
     handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED, recompute=False)
     assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
     assert all(peak <= 12 * SAVED for _, peak in steps)
-    handle.remove()
 
 
 def test_fewer_bytes_by_knobs():
@@ -178,7 +174,6 @@ def test_without_room_for_a_step_that_offloads_nothing():
     assert not handle.settling
     assert handle.plan.transfers
     assert "planned were" in handle.plan.because
-    handle.remove()
 
 
 @pytest.mark.parametrize("slow", range(MEASURED, MEASURED + TRIAL))
@@ -191,7 +186,6 @@ def test_one_slow_step_decides_nothing(slow):
         step(schedule, device)
     assert not handle.settling
     assert handle.plan.transfers
-    handle.remove()
 
 
 def test_a_plan_that_costs_time_after_all():
@@ -227,7 +221,6 @@ def test_a_plan_that_costs_time_after_all():
     assert "a step took" in handle.plan.because
     assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(without)
     assert handle.report().host_bytes <= handle.plan.host_bytes + 2**21
-    handle.remove()
 
 
 def test_the_decision_is_logged(caplog):
@@ -281,21 +274,6 @@ def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
         assert plan.saves
         assert peak <= plan.peak_bytes <= budget
     assert first != second != third
-    handle.remove()
-
-
-class Skipping(nn.Module):
-    """Timed blocks, of which some may be skipped."""
-
-    def __init__(self, device: Timed) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)])
-        self.skipped: set[int] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k, block in enumerate(self.blocks):
-            x = x if k in self.skipped else block(x)
-        return x
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
@@ -304,7 +282,7 @@ class Skipping(nn.Module):
 def test_steps_that_skip_a_group(first, times, recompute):
     """While steps are measured, while a plan is tried, and later."""
     schedule, modules, device, handle = offloaded(
-        "ScheduleGPipe", SAVED / 8, Skipping, memory_budget=10 * SAVED, recompute=recompute
+        "ScheduleGPipe", SAVED / 8, skipping, memory_budget=10 * SAVED, recompute=recompute
     )
     for number in range(24):
         for each in modules:
@@ -316,19 +294,17 @@ def test_steps_that_skip_a_group(first, times, recompute):
     assert not handle.settling
     assert handle.plan.transfers or handle.plan.saves
     assert report.peak_bytes <= 10 * SAVED
-    handle.remove()
 
 
 @pytest.mark.parametrize("first", range(1, 6))
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 def test_a_stage_that_runs_none_of_its_groups(name, first):
-    schedule, modules, device, handle = offloaded(name, SAVED, Skipping, layers="blocks")
+    schedule, modules, device, handle = offloaded(name, SAVED, skipping, layers="?")
     for number in range(14):
         modules[1].skipped = set(range(BLOCKS)) if number == first else set()
         step(schedule, device)
     assert not handle.settling
     assert handle.report().chunks == 2 * MICROBATCHES * BLOCKS
-    handle.remove()
 
 
 class StoppedError(Exception):
@@ -361,17 +337,6 @@ def test_exceptions_while_steps_are_measured():
     assert not handle.settling
     assert handle.plan.saves
     assert handle.report().peak_bytes <= 8 * SAVED
-    handle.remove()
-
-
-class Computing(Block):
-    """A block that takes a virtual second in forward, also where it is recomputed."""
-
-    device = Timed()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.device.compute(1.0)
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -393,7 +358,6 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     handle.reset_statistics()
     train(schedule, modules, 1)
     assert handle.report().on_demand == 0
-    handle.remove()
 
 
 class Around(nn.Module):
@@ -418,7 +382,6 @@ def test_groups_without_backward_have_no_time():
     assert len(handle.plan.names[0]) > BLOCKS  # with the parts that save nothing
     assert handle.plan.baseline_seconds == pytest.approx(seconds[MEASURED - 1])
     assert seconds[-1] == pytest.approx(handle.plan.seconds)
-    handle.remove()
 
 
 def test_a_new_plan_that_cannot_be_made(monkeypatch):
@@ -427,7 +390,7 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
     def refuse(*arguments: object) -> None:
         raise ValueError("no plan")
 
-    schedule, modules, device, handle = offloaded("ScheduleGPipe", SAVED / 2, Skipping)
+    schedule, modules, device, handle = offloaded("ScheduleGPipe", SAVED / 2, skipping)
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -447,7 +410,6 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
     monkeypatch.undo()
     steps(1)
     assert handle.plan is not before
-    handle.remove()
 
 
 @pytest.mark.parametrize("link", [SAVED / 4, 2 * SAVED], ids=["a plan that costs time", "one that should be free"])
@@ -469,4 +431,3 @@ def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
     assert handle.plan.because.startswith("Every group is recomputed: a step takes")
     assert handle.plan.seconds == pytest.approx(seconds[-1])
     assert handle.plan.peak_bytes <= 10 * SAVED
-    handle.remove()

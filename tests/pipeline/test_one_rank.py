@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
-from pipeline_programs import MIN_BYTES, NAMES, SINGLE, SPLIT, STEPS, compare, make, offloaded, train
+from pipeline_programs import MIN_BYTES, SINGLE, SPLIT, STEPS, compare, make, offloaded, train
 
 from actoffload import OffloadHandle, offload
+from actoffload.pipeline.follow import NAMES
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -76,4 +77,3 @@ def test_the_order_of_the_schedule_is_the_one_that_runs(name):
     if name != "Schedule1F1B":  # of which PyTorch has a diagram only, with one forward too many
         assert before == ran
     assert len(ran) >= 2 * 4
-    handle.remove()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipeline_programs import NAMES, block_bytes
+from pipeline_programs import block_bytes
 from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from processes import LIMIT
 from test_one_rank import check
+
+from actoffload.pipeline.follow import NAMES
 
 pytestmark = pytest.mark.timeout(LIMIT + 300)
 
@@ -98,12 +100,6 @@ def test_removed_on_one_rank(two):
         assert seen["held"] == [0, 0]
     assert not first["message"]
     assert "Offloading has ended on rank 0. So this rank offloads from here on" in second["message"]
-
-
-def test_other_microbatches_on_two_ranks(two):
-    for rank, seen in enumerate(two["other microbatches"]):
-        assert seen["same"]
-        assert seen["orders"][rank] == 2 * 4
 
 
 @pytest.mark.parametrize("name", ["skipped blocks", "skipped blocks, a budget"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import weakref
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from whole_model import equal, offload
 
 from actoffload._torch.tensors import storage_expired, storage_weakref
-from actoffload.replay import Call
 from actoffload.replay.tracer import Tracer
 
 
@@ -96,8 +94,6 @@ def test_a_graph_that_is_dropped_frees_all(policy, fraction):
             nothing_held(handle)
             assert ref() is None
             assert freed() == {"up", "sin", "exp", "down"}
-            calls = sum(type(each) is Call for each in gc.get_objects())
-            assert calls == 0
 
 
 def test_values_made_again_are_freed_in_backward():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import helpers
 import torch
 import torch.nn.functional as F
-from helpers import nothing_held, same_bits
+from helpers import no_gc, nothing_held
 from torch import Tensor, nn
+from whole_model import equal, nothing_installed
 
 import actoffload
 from actoffload.device import use
@@ -186,20 +186,14 @@ def both(program: Program, *, offloads: bool = True, watch: bool = True) -> acto
 
     torch.manual_seed(0)
     wanted = program(lambda module, **options: place(module))
-    gc.disable()  # what is freed here is freed by reference counts
-    try:
-        with use(spy):
-            torch.manual_seed(0)
-            got = program(offload)
-            (handle,) = handles
-            spy.watched = None
-            assert len(got) == len(wanted) > 0
-            for k, (a, b) in enumerate(zip(wanted, got, strict=True)):
-                assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
-            nothing_held(handle)
-    finally:
-        gc.enable()
-    assert not hooked()
+    with no_gc(), use(spy):
+        torch.manual_seed(0)
+        got = program(offload)
+        (handle,) = handles
+        spy.watched = None
+        equal(list(got), list(wanted))
+        nothing_held(handle)
+    nothing_installed()
     statistics = handle.statistics()
     assert (statistics.tensors_offloaded > 0) == offloads
     assert not WAY.get("recompute") or any(group.recomputed for group in handle.report().groups)
@@ -211,8 +205,3 @@ def copied(handle: actoffload.OffloadHandle) -> set[int]:
     """Return the sizes of what `both` offloaded, in bytes."""
     spy: Any = handle._engine.backend
     return set(spy.offloaded)
-
-
-def hooked() -> bool:
-    """Whether saved-tensor hooks of anybody are installed in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from composing import WIDTH, gradients
-from helpers import nothing_held
+from helpers import no_gc, nothing_held
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
@@ -115,9 +114,7 @@ def check(
         plan = replace(handle.plan, holds=True)
         handle.remove()
         handle = offload(model, plan=plan, fraction=None, **options)
-    gc.collect()
-    gc.disable()  # what is freed here is freed by reference counts
-    try:
+    with no_gc():
         torch.manual_seed(1)
         got = use(model)
         equal(list(got), want)
@@ -130,8 +127,6 @@ def check(
                 assert left >= without, f"something is replayed: {left} of {without} bytes"
             else:
                 assert left < without * (1.0 - (freed or 0.0)), f"nothing is replayed: {left} of {without} bytes"
-    finally:
-        gc.enable()
     return handle
 
 

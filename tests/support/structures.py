@@ -37,6 +37,11 @@ class Mamba(Parts):
         super().__init__(norm=nn.LayerNorm(width), mixer=Mlp(width))
 
 
+class Projection(Parts):
+    def __init__(self) -> None:
+        super().__init__(up=nn.Linear(4, 4), down=nn.Linear(4, 4))
+
+
 class MoeMlp(Parts):
     def __init__(self, experts: int) -> None:
         super().__init__(router=nn.Linear(4, experts), experts=nn.ModuleList(Mlp() for _ in range(experts)))
@@ -114,6 +119,7 @@ PLAIN = {
     "a stem in the list": (nn.Sequential(Mlp(), *blocks(6), nn.LayerNorm(4), Mlp()), {"*": 6}),
     "one block, six times": (Parts(layers=nn.ModuleList([shared] * 6)), {"layers.*": 1}),
     "hybrid": (Parts(layers=nn.ModuleList([Mamba(), Mamba(), Block(), Mamba()])), {"layers.*": 4}),
+    "a last block of another type": (Parts(layers=nn.ModuleList([*blocks(3, Mlp), Projection()])), {"layers.*": 4}),
     "hybrid in a Sequential": (
         nn.Sequential(*(Block() if k == 3 else Mamba() for k in range(8))),
         {"*": 8},

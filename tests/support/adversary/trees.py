@@ -19,9 +19,9 @@ import actoffload
 from .device import AdversarialDevice
 from .harness import LAYERS, InjectedError, Run
 from .models import DEVICE_KINDS, KINDS, LEAST, STREAM_KINDS, weights
-from .programs import Backward, Forward, Step, Validate, steps
+from .programs import Forward, Step, Validate, steps
 
-__all__ = ["ModelRun", "Node", "TreeForward", "TreeProgram", "chain", "everything", "mixed", "nested", "tree_programs"]
+__all__ = ["ModelRun", "Node", "TreeForward", "TreeProgram", "everything", "tree_programs"]
 
 Found: TypeAlias = "list[tuple[str, nn.Module]]"
 """Role and module, in the order of registration."""
@@ -241,28 +241,3 @@ def _steps(draw: st.DrawFn, root: Node, *, aside: bool) -> list[Step]:
             step = TreeForward(step.run, step.stop, step.raises, without, draw(st.integers(0, 3)) == 0)
         found.append(step)
     return found
-
-
-# Known programs
-
-
-def chain(count: int = 6, kind: str = "linear", **options: Any) -> TreeProgram:
-    """Return a program of some blocks, two steps of it."""
-    groups = tuple(Node("group", (kind, kind)) for _ in range(count))
-    known = [TreeForward(0), Backward(0), TreeForward(1), Backward(1, retain=True), Backward(1)]
-    return TreeProgram(Node("", groups), options, known)
-
-
-def nested() -> TreeProgram:
-    """Return a program with groups and kept modules inside of groups."""
-    inner = Node("group", ("linear", "norm"))
-    kept = Node("kept", ("linear", inner, "chunk"))
-    groups = tuple(Node("group", ("linear", kept, "qkv"), times=1 + k % 2) for k in range(4))
-    known = [TreeForward(k, without=frozenset({2 * k}), loop=k == 2) for k in range(3)]
-    return TreeProgram(Node("", groups), {"max_inflight": 2}, [*known, *(Backward(k) for k in (1, 0, 2))])
-
-
-def mixed() -> TreeProgram:
-    """Return a program whose groups take inputs that were saved between them."""
-    parts = tuple(part for _ in range(5) for part in ("linear", Node("group", ("norm",))))
-    return TreeProgram(Node("", parts), {}, [TreeForward(0), TreeForward(1), Backward(0), Backward(1)])

@@ -16,8 +16,6 @@ import actoffload
 from actoffload.device import ReferenceDevice, use
 from actoffload.device.reference import CreatedStorages
 
-__all__ = ["Timed", "TimedBlock", "TimedModel", "Work", "done", "offload", "seconds", "small", "stages", "step"]
-
 BLOCK = 2**20
 """Bytes that a block of `small` saves."""
 LAYERS = ["blocks", None]
@@ -162,6 +160,43 @@ class TimedModel(nn.Module):
         for k, block in enumerate(self.blocks):
             x = x if k in self.skipped else block(x)
         return x
+
+
+class RotaryBlock(TimedBlock):
+    """A block that also saves a tensor which all blocks save."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + (x[:1].sum() * angles).sum() * 0.0
+
+
+class RotaryModel(TimedModel):
+    """Makes a tensor in each forward, the angles of rotary embeddings, and passes it to all blocks."""
+
+    def __init__(self, device: Timed, count: int, nbytes: int, nbytes_of_angles: int) -> None:
+        super().__init__(device, 0)
+        self.device, self.nbytes = device, nbytes_of_angles
+        self.blocks = nn.ModuleList([RotaryBlock(device, 1.0, 2.0, nbytes) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.device.count(torch.ones(self.nbytes // 4))
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+class Temporary(torch.autograd.Function):
+    """Allocates bytes for a time, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: Timed, in_forward: int, in_backward: int) -> Tensor:
+        ctx.device, ctx.nbytes = device, in_backward
+        device.count(torch.zeros(in_forward // 4))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.device.count(torch.zeros(ctx.nbytes // 4))
+        return grad, None, None, None
 
 
 def offload(model: nn.Module, device: Timed, **options: Any) -> actoffload.OffloadHandle:
