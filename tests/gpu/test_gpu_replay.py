@@ -121,7 +121,7 @@ def test_functions_with_kernels_of_their_own_are_replayed(block: Callable[[], nn
         y = model(x * 1.0)
         saved = torch.cuda.memory_allocated()
         y.float().square().mean().backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None], saved
+        return [weight.grad.cpu() for weight in model.parameters() if weight.grad is not None], saved
 
     want, without = run()
     with actoffload.offload(model, recompute=True, min_bytes=2**16, fraction=fraction) as handle:
