@@ -128,7 +128,8 @@ def _bytes_of(text: str) -> int | None:
 
 def check_fraction(fraction: object) -> None:
     """Raise a `TypeError` or `ValueError` for what is not a fraction of the groups."""
-    check_fits("a part of the groups, from 0.0 to 1.0", lambda part: 0.0 <= part <= 1.0, fraction=fraction)
+    expected = "a part of the groups, from 0.0 to 1.0"
+    check_fits(expected, lambda part: type(part) is not bool and 0.0 <= part <= 1.0, fraction=fraction)
 
 
 def checked_limits(

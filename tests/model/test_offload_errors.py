@@ -34,6 +34,7 @@ def step(model, seed: int = 0) -> None:
         ({"num_layers": -1}, "num_layers is -1; expected a whole number, at least 0, or None"),
         ({"num_layers": 6}, "num_layers is 6, but there are 6 groups of the kind layer, and the last has to stay"),
         ({"fraction": 1.01}, "fraction is 1.01; expected a part of the groups, from 0.0 to 1.0"),
+        ({"fraction": True}, "fraction is True; expected a part of the groups, from 0.0 to 1.0"),
         ({"fraction": -0.5}, "fraction is -0.5"),
         ({"fraction": math.nan}, "fraction is nan"),
         ({"min_bytes": -1}, "min_bytes is -1; expected a number of bytes"),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
 
 import actoffload
-from actoffload.model.tuning import script
+from actoffload.model.tuning import findings
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
 
@@ -118,7 +118,7 @@ class HalfOnHost(Block):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_values_in_each_stage(name, layers, order, memory, monkeypatch):
-    monkeypatch.setattr(script, "HOST_SECONDS", 0.0)
+    monkeypatch.setattr(findings, "HOST_SECONDS", 0.0)
     torch.manual_seed(0)
     model = MODELS[name]()
     if isinstance(layers, list):

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from .._text import Table, size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
-from .plan import AnyPlan, Do, number, optional_number, saves_in
+from .plan import AnyPlan, Do
 
 __all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
 
@@ -86,8 +85,6 @@ class PipelinePlan(AnyPlan):
     saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
     saved_peak_bytes: int | None = None
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
-
-    KIND = "pipeline plan"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", tuple(self.order))
@@ -212,44 +209,6 @@ class PipelinePlan(AnyPlan):
         table = Table(header[:shown], tuple(row[:shown] for row in rows), left=2, sums=True)
         expected = "; ".join(self._expected("step", "without offloading"))
         return self._text(f"rank {self.rank}\n{table}", expected)
-
-    def _content(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "order": [str(step) for step in self.order],
-            "stages": [
-                [stage, names, self.splits[stage], self.nbytes.get(stage), self.saves.get(stage)]
-                for stage, names in self.names.items()
-            ],
-            "transfers": [
-                [*chunk, transfer.release, transfer.reload, transfer.reload_again]
-                for chunk, transfer in self.transfers.items()
-            ],
-            "saved_peak_bytes": self.saved_peak_bytes,
-        }
-
-    @staticmethod
-    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
-        def moment(value: Any) -> Moment:
-            step, position = map(number, value)
-            return Moment(step, position)
-
-        stages = {number(stage): rest for stage, *rest in content["stages"]}
-        return {
-            "rank": number(content["rank"]),
-            "order": tuple(Step.parse(text) for text in content["order"]),
-            "names": {stage: tuple(map(str, names)) for stage, (names, *_) in stages.items()},
-            "transfers": {
-                Chunk(*map(number, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
-                for *chunk, release, reload, again in content["transfers"]
-            },
-            "splits": {stage: split is True for stage, (_, split, *_) in stages.items()},
-            "nbytes": {
-                stage: tuple(map(number, known)) for stage, (_, _, known, _) in stages.items() if known is not None
-            },
-            "saves": {stage: saves_in(saves) for stage, (*_, saves) in stages.items() if saves is not None},
-            "saved_peak_bytes": optional_number(content["saved_peak_bytes"]),
-        }
 
 
 def actions_at(calls: Iterable[Call]) -> Actions:

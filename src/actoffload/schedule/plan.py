@@ -25,10 +25,9 @@ __all__ = [
     "Event",
     "Plan",
     "When",
-    "number",
-    "optional_number",
-    "saves_in",
 ]
+
+FORMAT = "actoffload plan"  # of files
 
 
 class When(enum.Enum):
@@ -85,15 +84,12 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class AnyPlan:
-    """What plans of models and of pipelines have in common: expected costs, the reason, and the file."""
+    """What plans of models and of pipelines have in common: expected costs, and the reason."""
 
     seconds: float | None = None
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
     because: str = ""
-
-    KIND: ClassVar[str]  # what a file has, as errors name it
-    VERSION: ClassVar[int] = 1  # of the content of files
 
     def __reduce__(self) -> tuple[object, ...]:
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
@@ -114,81 +110,6 @@ class AnyPlan:
         """Return a table with what is expected and the reason below."""
         below = f"Expected: {expected}." if expected else "", self.because, *more
         return "\n\n".join(filter(None, (table, " ".join(filter(None, below)))))
-
-    def _content(self) -> dict[str, Any]:
-        """Return the parameters as a file has them, without those of this class."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters that were written as some content, without those of this class."""
-        raise NotImplementedError
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, with one entry a line.
-
-        Parameters
-        ----------
-        path : str or path-like
-            Replaced if it exists.
-        """
-        costs = {each.name: getattr(self, each.name) for each in fields(AnyPlan)}
-        content = {"format": f"actoffload {self.KIND}", "version": self.VERSION, **self._content(), **costs}
-        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan from a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : str or path-like
-            The file.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        ValueError
-            If the file has no plan, or one of another version.
-        """
-        text = Path(path).read_bytes()
-        try:
-            content = json.loads(text)
-            if (content["format"], content["version"]) != (f"actoffload {cls.KIND}", cls.VERSION):
-                raise ValueError(f"expected actoffload {cls.KIND} of version {cls.VERSION}")
-            if not isinstance(content["because"], str):
-                raise TypeError("the reason is no text")
-            return cls(
-                **cls._parameters(content),
-                seconds=optional_number(content["seconds"], int, float),
-                baseline_seconds=optional_number(content["baseline_seconds"], int, float),
-                peak_bytes=optional_number(content["peak_bytes"]),
-                because=content["because"],
-            )
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is no {cls.KIND} that this version of actoffload can read ({error!r}); "
-                "write it with `save` of a plan."
-            ) from error
-
-
-def number(value: Any, *types: type) -> Any:
-    """Return a number of one of the types, int if none is given; raise a `ValueError` for others and negative ones."""
-    if type(value) not in (types or (int,)) or not value >= 0:
-        raise ValueError(f"{value!r} is no number that was expected")
-    return value
-
-
-def optional_number(value: Any, *types: type) -> Any:
-    """Return None, or what `number` returns."""
-    return None if value is None else number(value, *types)
-
-
-def saves_in(content: Iterable[Any]) -> tuple[tuple[str, ...] | None, ...]:
-    """Return `saves` for a sequence of groups as a file has it."""
-    return tuple(None if names is None else tuple(map(str, names)) for names in content)
 
 
 # The plan of a model
@@ -257,7 +178,7 @@ class Plan(AnyPlan):
     saves: tuple[tuple[str, ...] | None, ...] = ()
     holds: bool = False
 
-    KIND = "plan"
+    VERSION: ClassVar[int] = 1  # of the content of files
 
     def __post_init__(self) -> None:
         check_whole(model_layers=self.model_layers, least=1)
@@ -372,30 +293,69 @@ class Plan(AnyPlan):
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         return "; ".join(parts)
 
-    def _content(self) -> dict[str, Any]:
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, with one entry a line.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Replaced if it exists.
+        """
         steps = [
             [event.when.name, event.layer, action.do.name, action.layer]
             for event in self.events()
             for action in self.steps.get(event, ())
         ]
-        return {**vars(self), "steps": steps}
+        content = {"format": FORMAT, "version": self.VERSION, **vars(self), "steps": steps}
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
-    @staticmethod
-    def _parameters(content: dict[str, Any]) -> dict[str, Any]:
-        steps: dict[Event, tuple[Action, ...]] = {}
-        for when, at, do, layer in content["steps"]:
-            event = Event(When[when], number(at))
-            steps[event] = (*steps.get(event, ()), Action(Do[do], number(layer)))
-        return {
-            "model_layers": number(content["model_layers"]),
-            "steps": steps,
-            "names": content["names"],
-            "nbytes": tuple(map(number, content["nbytes"])),
-            "recomputed_nbytes": tuple(map(number, content["recomputed_nbytes"])),
-            "recompute_seconds": number(content["recompute_seconds"], int, float),
-            "saves": saves_in(content["saves"]),
-            "holds": content["holds"] is True,
-        }
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If the file has no plan, or one of another version.
+        """
+        text = Path(path).read_bytes()
+        try:
+            content = json.loads(text)
+            if (content["format"], content["version"]) != (FORMAT, cls.VERSION):
+                raise ValueError(f"expected {FORMAT} of version {cls.VERSION}")
+            if not isinstance(content["because"], str):
+                raise TypeError("the reason is no text")
+            steps: dict[Event, tuple[Action, ...]] = {}
+            for when, at, do, layer in content["steps"]:
+                event = Event(When[when], _number(at))
+                steps[event] = (*steps.get(event, ()), Action(Do[do], _number(layer)))
+            return cls(
+                model_layers=_number(content["model_layers"]),
+                steps=steps,
+                names=content["names"],
+                nbytes=tuple(map(_number, content["nbytes"])),
+                recomputed_nbytes=tuple(map(_number, content["recomputed_nbytes"])),
+                recompute_seconds=_number(content["recompute_seconds"], int, float),
+                saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
+                holds=content["holds"] is True,
+                seconds=_optional_number(content["seconds"], int, float),
+                baseline_seconds=_optional_number(content["baseline_seconds"], int, float),
+                peak_bytes=_optional_number(content["peak_bytes"]),
+                because=content["because"],
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no plan that this version of actoffload can read ({error!r}); "
+                "write it with `save` of a plan."
+            ) from error
 
     def _check(self) -> None:
         order = {event: k for k, event in enumerate(self.events())}
@@ -440,3 +400,15 @@ class Plan(AnyPlan):
         if place[0] > order[Event(When.BACKWARD_START, layer)]:
             return "after its backward starts, when it is of no use; move it earlier"
         return ""
+
+
+def _number(value: Any, *types: type) -> Any:
+    """Return a number of one of the types, int if none is given; raise a `ValueError` for others and negative ones."""
+    if type(value) not in (types or (int,)) or not value >= 0:
+        raise ValueError(f"{value!r} is no number that was expected")
+    return value
+
+
+def _optional_number(value: Any, *types: type) -> Any:
+    """Return None, or what `_number` returns."""
+    return None if value is None else _number(value, *types)
