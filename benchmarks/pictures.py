@@ -34,9 +34,16 @@ def ours(of_job: Sequence[Row]) -> Row | None:
     return next((row for arm in names if (row := measured(of_job, arm)) is not None), None)
 
 
+def measured_jobs(jobs: Jobs) -> list[str]:
+    """Return the jobs in which checkpointing and ours were measured, both on the same inputs."""
+    alike = [name for name in jobs if not JOBS[name].searches]
+    return [name for name in alike if measured(jobs[name], "checkpoint") and ours(jobs[name])]
+
+
 def shown(jobs: Jobs) -> list[str]:
-    """Return the jobs of the landing page in which checkpointing and ours were measured."""
-    return [n for n in HERO if n in jobs and measured(jobs[n], "checkpoint") and ours(jobs[n])]
+    """Return those of them that the landing page shows."""
+    there = measured_jobs(jobs)
+    return [name for name in HERO if name in there]
 
 
 def drawn_from(jobs: Jobs) -> dict[str, Any]:
@@ -47,10 +54,10 @@ def drawn_from(jobs: Jobs) -> dict[str, Any]:
     return found | ({"budgets": points} if points else {})
 
 
-def bars(jobs: Jobs) -> list[list[Any]]:
+def bars(jobs: Jobs, names: Sequence[str] | None = None) -> list[list[Any]]:
     """Return for each job its label, our time and that without offload by that of checkpointing, and our peak."""
     found = []
-    for name in shown(jobs):
+    for name in shown(jobs) if names is None else names:
         checkpoint, row, nothing = measured(jobs[name], "checkpoint"), ours(jobs[name]), measured(jobs[name], "none")
         base = float(checkpoint["step_ms"])
         without = [float(nothing["step_ms"]) / base, float(nothing["peak_gib"])] if nothing else [None, None]

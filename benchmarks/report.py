@@ -233,6 +233,11 @@ def headline(results: Sequence[Row]) -> str:
     days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
     recorded = f"Recorded on {', '.join(devices)}, {' to '.join(sorted({*days[:1], *days[-1:]}))}.{busy}"
+    slower = [
+        f"{title}, {ratio:.2f} ×" for title, ratio, *_ in pictures.bars(jobs, pictures.measured_jobs(jobs)) if ratio > 1
+    ]
+    if slower:
+        recorded = f"Slower than checkpointing: {'; '.join(slower)}.\n{recorded}"
     if any(without is None for *_, without, _ in pictures.bars(jobs)):
         recorded = f"A job that runs out of memory without offload has all memory of the GPU.\n{recorded}"
     return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded * bool(used)]).rstrip()

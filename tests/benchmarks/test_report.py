@@ -113,6 +113,9 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
     assert "Recorded on GPU, 2026-12-01." in found
     found = report.headline([*L16, *SEARCH])
     assert "256k tokens, 8k with no offload, 128k with checkpointing, inputs offloaded" in found
+    assert "Slower" not in found
+    e4 = [row("E4", "none", 100), row("E4", "checkpoint", 120), row("E4", "budget", 150)]
+    assert "Slower than checkpointing: Experts in a pipeline on four GPUs, 1.25 ×." in report.headline([*P8, *e4])
     assert "bits" not in report.headline([*P8, *BITS[:-1], row("bits", "budget", 100, same_bits="no")])
 
 

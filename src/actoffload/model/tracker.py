@@ -82,8 +82,8 @@ DELETED = (
     "model that its parts belong to, with layers=[...]."
 )
 IN_BACKWARD = (
-    "Nothing is offloaded in this forward, which runs inside of a backward, as those of gradient caches do, and as "
-    "torch.utils.checkpoint around the whole model makes it. Checkpoint parts of the model only."
+    "Nothing is offloaded in this forward, which runs inside of a backward; outside of one it is. If "
+    "torch.utils.checkpoint is around the whole model, checkpoint parts of the model only."
 )
 
 
