@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,8 +31,7 @@ next_node: Callable[[], int] = find("_C._autograd._get_sequence_nr", lambda: 0)
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 
-_saves_as = "_raw_saved_"
-_shows_saved = find(f"_C._functions.ExpBackward0.{_saves_as}result") is not None
+_shows_saved = find("_C._functions.ExpBackward0._raw_saved_result") is not None
 
 
 @cache
@@ -45,7 +43,7 @@ def _saves_nothing(node: type) -> bool:
     """
     if not _shows_saved or not node.__name__[-1:].isdigit():  # [guard: nodes that do not show what they save -> False]
         return False
-    return not any(name.startswith(_saves_as) for name in dir(node))  # [guard: nodes that save something -> True]
+    return not any(name.startswith("_raw_saved_") for name in dir(node))  # [guard: nodes that save something -> True]
 
 
 def saved_as_input(tensor: torch.Tensor) -> bool:
@@ -61,39 +59,6 @@ def saved_as_input(tensor: torch.Tensor) -> bool:
     base = base_of(tensor)
     # [guard: view edited in place -> True]
     return base is None or type(base.grad_fn).__name__ != "CopySlices"
-
-
-_running_node: Callable[[], Any] = find("_C._current_autograd_node", lambda: None)
-
-_ARGUMENTS = {
-    **dict.fromkeys(("self", "input", "query"), 0),
-    **dict.fromkeys(("other", "weight", "key"), 1),
-    **dict.fromkeys(("mat1", "batch1"), -2),
-    **dict.fromkeys(("mat2", "batch2", "value"), -1),
-}
-"""By the name under which an operation of PyTorch saves an argument, its place among those with gradients."""
-
-
-def output_of(saved: object, size: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return of which operator a tensor is the output that the running backward unpacks, as in autograd's errors.
-
-    `saved` is what the pack hook returned.  The text is empty if it is the output of none, or if that is not known.
-    """
-    node = _running_node()
-    names = [name.removeprefix(_saves_as) for name in dir(type(node)) if name.startswith(_saves_as)]
-    try:
-        (name,) = (name for name in names if getattr(getattr(node, _saves_as + name), "data", None) is saved)
-        if name.startswith("result"):
-            maker, number = node, int(name.removeprefix("result") or 0)
-        else:
-            before = node.next_functions
-            maker, number = before[0 if len(before) == 1 else _ARGUMENTS[name]]
-        made = maker._input_metadata[number]
-        if hasattr(maker, "variable") or tuple(made.shape) != tuple(size) or made.dtype is not dtype:
-            return ""
-        return f", which is output {number} of {re.sub(r'Backward[0-9]*$', '', maker.name())},"
-    except (AttributeError, LookupError, RuntimeError, ValueError):  # a function of the program, or a list of tensors
-        return ""
 
 
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = need(

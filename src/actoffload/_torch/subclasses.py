@@ -20,7 +20,6 @@ import torch
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from .autograd import output_of
 from .tensors import base_of, counter_of, has_own_dispatch, no_torch_function, version_of
 
 __all__ = [
@@ -44,17 +43,15 @@ __all__ = [
 # Version counters
 
 
-def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int, saved: object = None) -> RuntimeError:
+def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
     """Return the error that autograd raises without hooks, for a saved tensor of a size that is not at `version` now.
 
-    `tensor` shares the version counter of the saved one; its own shape does not matter.  `saved` is what the pack hook
-    returned for it.
+    `tensor` shares the version counter of the saved one; its own shape does not matter.
     """
     shape = f"{tensor.type()} [{', '.join(map(str, size))}]"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{shape}]{output_of(saved, size, tensor.dtype)} is at version {version_of(tensor)}; "
-        f"expected version {version} instead. "
+        f"[{shape}] is at version {version_of(tensor)}; expected version {version} instead. "
         "Change a copy of it, or change it before it is used or after backward. "
         "torch.autograd.set_detect_anomaly(True) shows where it was used."
     )
@@ -88,10 +85,10 @@ class Wrapper:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in hooks.py."""
         self._returned.append((counter_of(tensor), version_of(tensor)))
 
-    def check(self, version: int, size: torch.Size, saved: object) -> None:
+    def check(self, version: int, size: torch.Size) -> None:
         """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
         if version_of(self.counter) != version:
-            raise changed(self.counter, size, version, saved)
+            raise changed(self.counter, size, version)
         for counter, clean in self._returned:
             if version_of(counter) != clean:
                 raise changed(counter, size, clean)
@@ -168,7 +165,7 @@ class Compound:
     def unpack(self) -> torch.Tensor:
         """Return the whole, for autograd; a kept part is as it is now, and the counter of the whole decides."""
         outer, version = self.seen
-        outer.check(version, self.size, self)
+        outer.check(version, self.size)
         parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
         with torch.no_grad():
             whole = self.build(parts)

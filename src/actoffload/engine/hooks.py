@@ -485,7 +485,7 @@ def unpack(saved: Saved) -> torch.Tensor:
             raise
     alias, version = saved[:2]
     if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
-        raise changed(alias, alias.size(), version, saved)
+        raise changed(alias, alias.size(), version)
     return alias
 
 

@@ -232,7 +232,7 @@ class SavedStorage(HostCopy):
         assert self.plain is not None
         assert self.owner is not None
         if version_of(probe) != self.version:  # [guard: in-place edit of a plain tensor]
-            raise changed(probe, self.plain.size, self.version, self)
+            raise changed(probe, self.plain.size, self.version)
         return self.owner.fetch(self.index, self, self.plain, probe)
 
     # Saving
@@ -468,7 +468,7 @@ class Moved:
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
         if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
-            raise changed(self.probe, self.view.size, self.version, self)
+            raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 

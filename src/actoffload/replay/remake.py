@@ -65,7 +65,7 @@ class Slot:
         tensor = self.tensor
         if tensor is not None:
             if version_of(tensor) != self.version:  # in-place edit of what a call saves
-                raise changed(tensor, tensor.size(), self.version, self)
+                raise changed(tensor, tensor.size(), self.version)
             return tensor
         if self.saved is not None:
             return self.remake.fetch_saved(self)
