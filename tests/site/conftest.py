@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ sys.path[:0] = [
 CONF = """
 from fixed_memory import FixedMemory
 
-extensions = ["recordings"]
+extensions = ["recordings", "schedule_figures"]
 html_theme = "basic"
 nitpicky = True
 exclude_patterns = ["recordings", "gallery/**/*.ipynb"]
@@ -71,11 +72,6 @@ class Project:
         path = self.root / "examples" / "ran.txt"
         return len(path.read_text()) if path.is_file() else 0
 
-    def forget_build(self) -> None:
-        """Remove the generated files, so that the project is like a new checkout."""
-        for name in ("docs/gallery", "out"):
-            shutil.rmtree(self.root / name, ignore_errors=True)
-
     def build(self, **config: object) -> tuple[str, str]:
         """Build to HTML with warnings as errors; return the build log and the warnings."""
         from sphinx.application import Sphinx
@@ -101,8 +97,22 @@ class Project:
         return (self.root / "out" / "html" / name).read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+FIGURE = """
+Page
+====
+
+.. schedule-figure:: stalls
+   :name: the-stalls
+
+   Three of five, with *emphasis*.
+
+See :ref:`this figure <the-stalls>`.
+"""
+
+
+@contextmanager
+def made_in(root: Path, pages: str = "") -> Iterator[Project]:
+    """Write the files of the project, and imitate the device that its builds see."""
     import recordings
 
     from actoffload.measure import DeviceInfo
@@ -110,40 +120,47 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
     files = {
         "conf.py": CONF,
-        "docs/index.rst": "Tiny\n====\n\n.. toctree::\n\n   gallery/index\n",
+        "docs/index.rst": f"Tiny\n====\n\n.. toctree::\n\n   gallery/index\n{pages}",
         "examples/GALLERY_HEADER.rst": "Gallery\n=======\n\nText of the gallery.\n",
         "examples/first.py": EXAMPLE,
         "src/actoffload/__init__.py": "version = 1\n",
     }
     for name, text in files.items():
-        path = tmp_path / name
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    made = Project(tmp_path)
-    monkeypatch.setattr(
-        recordings,
-        "describe_device",
-        lambda: (
-            DeviceInfo("Imagined GPU", False, "1.2.3") if made.gpu else DeviceInfo("reference device (CPU)", True, "")
-        ),
-    )
-    monkeypatch.setattr(recordings, "measure_link", lambda: Link(d2h=50.0e9, h2d=51.0e9))
-    return made
+    made = Project(root)
+    gpu, cpu = DeviceInfo("Imagined GPU", False, "1.2.3"), DeviceInfo("reference device (CPU)", True, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recordings, "describe_device", lambda: gpu if made.gpu else cpu)
+        patch.setattr(recordings, "measure_link", lambda: Link(d2h=50.0e9, h2d=51.0e9))
+        yield made
 
 
 @pytest.fixture
-def recorded(project: Project) -> Project:
+def project(tmp_path: Path) -> Iterator[Project]:
+    with made_in(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
+    """A project that was built once with a fake GPU, and the warnings; one of its pages has a figure."""
+    with made_in(tmp_path_factory.mktemp("project"), "   deep/page\n") as made:
+        (made.root / "docs" / "deep").mkdir()
+        (made.root / "docs" / "deep" / "page.rst").write_text(FIGURE)
+        made.gpu = True
+        return made, made.build()[1]
+
+
+@pytest.fixture
+def recorded(project: Project, built: tuple[Project, str]) -> Project:
     """The project with a recording made on a fake GPU, as in a new checkout on another machine."""
     import record_gallery
 
-    project.gpu = True
-    project.build()
     archive = project.root / "archive" / record_gallery.ARCHIVE
-    assert record_gallery.pack(project.root, archive, ["first"]) == (["first"], [])
+    assert record_gallery.pack(built[0].root, archive, ["first"]) == (["first"], [])
     assert record_gallery.unpack(archive, project.root / "docs" / "recordings") == ["first"]
-    assert project.runs == 1
-    project.gpu = False
-    project.forget_build()
     return project
 
 

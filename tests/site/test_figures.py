@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 from itertools import pairwise
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -16,59 +13,6 @@ import drawn_figures
 import schedule_figures
 
 from actoffload.schedule import simulate
-
-PAGE = """
-Page
-====
-
-.. schedule-figure:: stalls
-   :name: the-stalls
-
-   Three of five, with *emphasis*.
-
-See :ref:`this figure <the-stalls>`.
-"""
-
-
-def build(root: Path, page: str) -> tuple[str, str]:
-    """Build a page; return its HTML and the warnings."""
-    from sphinx.application import Sphinx
-    from sphinx.util.docutils import docutils_namespace, patch_docutils
-
-    (root / "docs" / "deep").mkdir(parents=True)
-    (root / "docs" / "index.rst").write_text("Start\n=====\n\n.. toctree::\n\n   deep/page\n")
-    (root / "docs" / "deep" / "page.rst").write_text(page)
-    warning = io.StringIO()
-    with patch_docutils(str(root)), docutils_namespace():
-        Sphinx(
-            srcdir=root / "docs",
-            confdir=None,
-            outdir=root / "out" / "html",
-            doctreedir=root / "out" / "doctrees",
-            buildername="html",
-            confoverrides={"extensions": ["schedule_figures"], "nitpicky": True, "html_theme": "basic"},
-            status=None,
-            warning=warning,
-        ).build()
-    html = root / "out" / "html" / "deep" / "page.html"
-    return html.read_text(encoding="utf-8"), warning.getvalue()
-
-
-def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_path: Path) -> None:
-    html, warnings = build(tmp_path, PAGE)
-    assert warnings == ""
-    images = re.findall(r'<img alt="([^"]*)" class="([^"]*)" src="([^"]*)"', html)
-    assert [css for _, css, _ in images] == ["only-light", "only-dark"]
-    for alt, _, source in images:
-        assert "Layers 0, 1 and 2 of 5 are offloaded; compute waits 16.8 ms for copies" in alt
-        file = tmp_path / "out" / "html" / "deep" / source
-        assert ElementTree.parse(file).getroot().tag.endswith("svg")
-    assert "Three of five, with <em>emphasis</em>." in html
-    assert 'href="#the-stalls"' in html
-    # The theme hides siblings that follow an image of the other colour scheme, so the caption must not be one.
-    figure = re.search(r"<figure.*?</figure>", html, flags=re.DOTALL)
-    assert figure is not None
-    assert re.search(r"</div>\s*<figcaption>", figure.group())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Plain Python blocks of pages, which no doctest runs: their imports resolve, and they find a device that is there."""
+"""Code of pages: doctests lie where they are collected; imports of plain blocks, which no doctest runs, resolve."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def test_imports_resolve(page, block):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "actoffload":
             module = importlib.import_module(node.module)
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+DOCTEST = re.compile(r"^```{doctest}\n.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_doctests_lie_in_their_directive(page):
+    """Those elsewhere would not be run: neither pytest (conftest.py) nor Sphinx looks at other blocks."""
+    assert not re.search(r"^ *>>> ", DOCTEST.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
 
 
 def test_a_device_is_taken_only_where_it_is_available():
