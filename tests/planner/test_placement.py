@@ -28,7 +28,7 @@ def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], lim
     return model_plan(len(costs), placed(model_ranks(costs, link), groups, limit)[0].actions())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), steps(), links, st.sampled_from([inf, 40000, 20000, 10000, 5000, 0]))
 def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
     groups = data.draw(st.sets(st.integers(0, 8)))

@@ -120,23 +120,18 @@ def processor_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - begun
 
 
-@pytest.mark.parametrize("rate", [1e10, 2e10, 5e10])
-def test_planning_128_groups_takes_at_most_200_ms(rate):
+@pytest.mark.parametrize(("rate", "limit"), [(1e10, 6), (2e10, 12), (5e10, 24)])
+def test_planning_128_groups_takes_at_most_200_ms(rate, limit):
     """On a slower core, as long as simulations take beside it: other processes slow both down."""
-    of, link = groups(128), Link(d2h=rate, h2d=rate)
-    costs = [ways[0].cost for ways in of]
-    for limit in (6, 12, 24):
-        rounds = []
-        for _ in range(3):
-            plans = []
-            taken = processor_seconds(
-                lambda limit=limit, plans=plans: plans.append(choose(names(128), of, link, limit=limit * GIB))
-            )
-            simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
-            rounds.append((taken, 6 * simulated))
-            assert plans[0].peak_bytes <= limit * GIB
-            assert plans[0].recomputed
-        assert any(taken <= max(0.2, allowed) for taken, allowed in rounds), rounds
+    ways, link = groups(128), Link(d2h=rate, h2d=rate)
+    costs, rounds, plans = [group[0].cost for group in ways], [], []
+    while len(rounds) < 3 and not any(taken <= max(0.2, allowed) for taken, allowed in rounds):
+        taken = processor_seconds(lambda: plans.append(choose(names(128), ways, link, limit=limit * GIB)))
+        simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
+        rounds.append((taken, 6 * simulated))
+        assert plans[-1].peak_bytes <= limit * GIB
+        assert plans[-1].recomputed
+    assert rounds[-1][0] <= max(0.2, rounds[-1][1]), rounds
 
 
 # Variants

@@ -69,7 +69,7 @@ def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
                 yield Plan.of(count, calls)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data(), steps(most=5), links)
 def test_it_is_about_the_best_of_all_plans(data, costs, link):
     results = [simulate(plan, costs, link) for plan in plans_of_prefixes(costs)]
@@ -126,7 +126,7 @@ def test_the_plan_says_why(costs, link, options, because):
 
 
 LINK = Link(d2h=5e10, h2d=5e10)
-GROUPS = 5
+GROUPS = 4
 
 
 def model() -> list[tuple[Variant, ...]]:

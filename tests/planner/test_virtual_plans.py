@@ -32,7 +32,7 @@ def any_costs(draw: st.DrawFn) -> LayerCost:
     return replace(cost, saved=saved, unpacks_at_once=True)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), links)
 def test_plans_take_what_was_predicted(data, link):
     kinds = data.draw(st.lists(any_costs(), min_size=1, max_size=6))

@@ -24,22 +24,6 @@ def reload(layer: int) -> Action:
     return Action(Do.RELOAD, layer)
 
 
-def test_three_of_five_written_out_release_makes_room_first() -> None:
-    assert DefaultSchedule(num_layers=3, model_layers=5).plan() == Plan(
-        5,
-        {
-            Event(When.FORWARD_START, 0): (offload(0),),
-            Event(When.FORWARD_START, 1): (offload(1),),
-            Event(When.FORWARD_START, 2): (release(0), offload(2)),
-            Event(When.FORWARD_START, 3): (release(1),),
-            Event(When.FORWARD_START, 4): (release(2),),
-            Event(When.BACKWARD_END, 4): (reload(2),),
-            Event(When.BACKWARD_END, 3): (reload(1),),
-            Event(When.BACKWARD_END, 2): (reload(0),),
-        },
-    )
-
-
 @pytest.mark.parametrize(("num_layers", "model_layers"), SIZES)
 def test_the_first_layers_are_offloaded_and_reloaded_by_the_rule(num_layers: int, model_layers: int) -> None:
     schedule = DefaultSchedule(num_layers, model_layers)
@@ -51,12 +35,9 @@ def test_the_first_layers_are_offloaded_and_reloaded_by_the_rule(num_layers: int
         assert plan.find(Do.RELEASE, i) == Event(When.FORWARD_START, i + window)
         assert plan.find(Do.RELOAD, i) == Event(When.BACKWARD_END, i + window)
     assert sum(len(actions) for actions in plan.steps.values()) == 3 * num_layers
-
-
-@pytest.mark.parametrize(("num_layers", "model_layers"), SIZES)
-def test_only_one_resident_layer_prevents_overlap(num_layers: int, model_layers: int) -> None:
-    alone = 0 < num_layers == model_layers - 1
-    assert DefaultSchedule(num_layers, model_layers).overlaps is not alone
+    for actions in plan.steps.values():  # a release makes room for what comes
+        assert [action.do for action in actions] in ([Do.RELEASE, Do.OFFLOAD], *([do] for do in Do))
+    assert schedule.overlaps is not (0 < num_layers == model_layers - 1)  # one resident layer alone prevents it
 
 
 @pytest.mark.parametrize(
@@ -64,12 +45,6 @@ def test_only_one_resident_layer_prevents_overlap(num_layers: int, model_layers:
     [
         (0, 0, "model_layers is 0; expected a whole number, at least 1."),
         (-1, 5, "num_layers is -1; expected a whole number, at least 0."),
-        (
-            5,
-            5,
-            "num_layers is 5 but model_layers is 5: the last layer's activations are needed at once, "
-            "so offload at most model_layers - 1 layers.",
-        ),
         (
             7,
             5,
