@@ -41,6 +41,23 @@ def budgets(link: float) -> tuple[int, list[int]]:
     return without, [first + (without - first) * k // 9 for k in range(10)]
 
 
+@pytest.mark.parametrize("paused", [3, 4])
+def test_a_pause_of_the_host_in_one_pass_does_not_change_the_plan(paused):
+    """Two passes are timed where one takes longer than was simulated."""
+
+    def plan(paused: int) -> str:
+        device = Timed(1e6, 1e6, memory=2**40)
+        model = TimedModel(device, 12)
+        handle = offload(model, device, memory_budget=12 * MIB)
+        for number in range(9):
+            device.slow = lambda number=number: 3.0 if number == paused else 1.0
+            step(model)
+        assert not handle.settling
+        return str(handle.plan.steps) + str(handle.plan.saves)
+
+    assert plan(paused) == plan(-1)
+
+
 @pytest.mark.parametrize("link", [3e5, 1e7])
 def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
     without, limits = budgets(link)

@@ -45,10 +45,10 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
     planned = False
     device.slow = lambda: 1.5 if planned else 1.0
     seen = []
-    for n in range(8):
-        planned = n in (2, 3)
+    for n in range(9):
+        planned = n in (2, 3, 4)
         seen += stages(handle, lambda: step(model), 1)
-    assert seen == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "", "", ""]
+    assert seen == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "PLAN", "", "", ""]
     assert set(handle.plan.saves) <= {None, ()}, "all that is replayed is replayed as a whole"
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     # What the slow plan took says nothing of a pass without it: one with whole replay takes 48 s, and 12 s of it again.
