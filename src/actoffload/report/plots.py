@@ -29,7 +29,6 @@ __all__ = [
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
@@ -45,6 +44,7 @@ LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 )
 HEIGHT = 0.72  # of a box, where lanes are 1 apart
 LABEL_SIZE = 8.0  # points
+DIGIT = 3.8  # points: before the figure has its layout, axes seem a little narrower than they will be
 
 
 def _pyplot() -> Any:
@@ -75,6 +75,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
         Simulated or measured; one of the reference device has no times.
     """
     ax = _axes(ax, 7.5, 2.4)
+    from matplotlib import rcParams
     from matplotlib.patches import Patch
 
     scale = _set_time_axis(ax, timeline.end)
@@ -82,22 +83,42 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.tick_params(axis="y", length=0)
-    labels, cut = [], without_stalls(timeline)
+    styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": colour} for kind, colour in COLOURS.items()}
+    stall = {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
+    styles[Kind.STALL] = stall
+    text: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "fontsize": LABEL_SIZE}
+    figure, cut = ax.get_figure(root=True), without_stalls(timeline)
+    assert figure is not None
+    seconds_per_point = timeline.end / (ax.get_window_extent().width * 72 / figure.dpi)
     for lane, (_, kinds) in enumerate(lanes):
+        place = lane - HEIGHT / 2, HEIGHT
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
         # Neighbours that belong to one layer, the copies of its tensors, are one box.
         of_lane = (span for span in cut if span.kind in kinds)
-        for (kind, layer), spans in groupby(of_lane, lambda span: (span.kind, span.layer)):
-            pieces = [(span.start * scale, span.seconds * scale) for span in spans]
-            label = _draw_box(ax, kind, str(layer), pieces, lane)
-            labels += [(label, sum(pieces[-1]) - pieces[0][0])] if label else []
+        for (kind, layer), group in groupby(of_lane, lambda span: (span.kind, span.layer)):
+            spans = list(group)
+            start, end = spans[0].start, spans[-1].end
+            whole = [(start * scale, (end - start) * scale)]
+            if kind is Kind.STALL:
+                ax.broken_barh(whole, place, **stall)
+                continue
+            colour, several = COLOURS[kind], len(spans) > 1
+            if several:
+                pieces = [(span.start * scale, span.seconds * scale) for span in spans]
+                ax.broken_barh(whole, place, facecolor="white")
+                ax.broken_barh(whole, place, facecolor=(colour, 0.4))
+                ax.broken_barh(pieces, place, facecolor=colour, edgecolor=(INK, 0.2), linewidth=0.4)
+            ax.broken_barh(whole, place, facecolor="none" if several else colour, edgecolor=(INK, 0.5), linewidth=0.8)
+            if end - start > (DIGIT * len(str(layer)) + 2) * seconds_per_point:
+                # No line between copies behind a number.
+                behind = {"facecolor": colour, "linewidth": 0, "pad": 1.0} if several else None
+                ax.text((start + end) / 2 * scale, lane, str(layer), clip_on=True, bbox=behind, **text)
     present = {span.kind for span in timeline.spans}
-    patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
+    patches = [Patch(label=kind.value, **styles[kind]) for kind in Kind if kind in present]
     _legend(ax, patches, columns=len(Kind))
     if timeline.source == "reference device":  # its clock says nothing about a GPU
         ax.set_xticks([])
         ax.set_xlabel("order of the step on the reference device")
-    _drop_labels(ax, labels)
     return ax
 
 
@@ -225,58 +246,11 @@ def without_stalls(timeline: Timeline) -> list[Span]:
     return sorted((span for span in cut if span.seconds > 0 or span.nbytes), key=lambda span: span.start)
 
 
-def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]], lane: int) -> Text | None:
-    """Draw a box of pieces, (start, length) in units of the x axis, and return its label."""
-    start, end, place = pieces[0][0], sum(pieces[-1]), (lane - HEIGHT / 2, HEIGHT)
-    whole = [(start, end - start)]
-    if kind is Kind.STALL:
-        ax.broken_barh(whole, place, **_style(kind))
-        return None
-    colour, edge, several = COLOURS[kind], _mixed(COLOURS[kind], INK, 0.45), len(pieces) > 1
-    if several:
-        ax.broken_barh(whole, place, facecolor=_mixed(colour, "#ffffff", 0.6))
-        ax.broken_barh(pieces, place, facecolor=colour, edgecolor=(*edge, 0.4), linewidth=0.4)
-    ax.broken_barh(whole, place, facecolor="none" if several else colour, edgecolor=edge, linewidth=0.8)
-    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "fontsize": LABEL_SIZE}
-    text = ax.text((start + end) / 2, lane, label, clip_on=True, **style)
-    if several:  # no line between copies behind a number
-        text.set_bbox({"facecolor": colour, "linewidth": 0, "pad": 1.0})
-    return text
-
-
-def _drop_labels(ax: Axes, labels: list[tuple[Text, float]]) -> None:
-    """Remove the numbers that are wider than their boxes."""
-    from matplotlib.textpath import TextPath
-
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()  # so that the layout sets the width of the axes
-    left, right = ax.get_xlim()
-    points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
-    for text, width in labels:
-        if TextPath((0, 0), text.get_text(), size=LABEL_SIZE).get_extents().width + 2 > width * points_per_unit:
-            text.remove()
-
-
-def _style(kind: Kind) -> dict[str, Any]:
-    from matplotlib import rcParams
-
-    if kind is not Kind.STALL:
-        return {"facecolor": COLOURS[kind]}
-    return {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
-
-
 def _legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
     """Add a legend above the axes; without `handles`, of all that has a label."""
     space: dict[str, Any] = {"borderaxespad": 0.2, "borderpad": 0.2, "handlelength": 1.6, "columnspacing": 1.4}
     space |= {"bbox_to_anchor": (0.0, 1.0), "ncols": columns, "fontsize": LABEL_SIZE + 0.5}
     ax.legend(handles=handles, loc="lower left", frameon=False, **space)
-
-
-def _mixed(colour: str, other: str, share: float) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
-
-    return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
 
 
 def _set_time_axis(ax: Axes, end: float) -> float:
@@ -310,28 +284,22 @@ class StepTimeline:
 
         Compute stalls for copies to the host in forward, ``forward_stall``, and for copies to the device in backward.
         """
-        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
-        known = [span.layer + 1 for span in (*compute, *self.timeline.of(Kind.STALL))]
+        spans = [span for span in without_stalls(self.timeline) if span.kind in LANES[0][1]]
         keys = ("forward", "backward", "forward_stall", "backward_stall")
-        sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *known]))]
-        for span in without_stalls(self.timeline):
+        sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))]
+        compute = [span.kind for span in spans if span.kind is not Kind.STALL]
+        direction = compute[-1] if compute else Kind.BACKWARD
+        for span in reversed(spans):  # a stall belongs to the compute behind it, which may be the rest of a span
             if span.kind is Kind.STALL:
-                sums[span.layer][f"{_direction(span, compute).value}_stall"] += span.seconds
-            elif span.kind in (Kind.FORWARD, Kind.BACKWARD):
+                sums[span.layer][f"{direction.value}_stall"] += span.seconds
+            else:
+                direction = span.kind
                 sums[span.layer][span.kind.value] += span.seconds
         return tuple(sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw compute and copies over time, with the numbers of layers; see `plot_timeline`."""
         return plot_timeline(self.timeline, ax)
-
-
-def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
-    """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
-    around = [span for span in compute if span.start <= stall.start and stall.end <= span.end]
-    behind = sorted((span for span in compute if span.start >= stall.end), key=lambda span: span.start)
-    found = [*around, *behind, *compute[-1:]]
-    return found[0].kind if found else Kind.BACKWARD
 
 
 # Time against peak memory
