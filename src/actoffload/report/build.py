@@ -256,7 +256,7 @@ class Recording:
     finding: bool = False  # other modules than the groups were followed in one of the passes
     outside: dict[str, int] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
-    holders: dict[int, tuple[Holder, ...]] = field(default_factory=dict)
+    holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
 
     def timeline(self) -> StepTimeline:
         """Return the recorded step."""
@@ -278,10 +278,11 @@ class Recording:
             if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name
                 outside[name_pattern(name)] += nbytes
         self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
-        self.held, self.holders = latest.held, {}
+        self.held, self.holders = latest.held, ()
         if self.held:
             with self.recorder.apart():
-                self.holders = find_all_holders([held.address for held in self.held], modules)
+                found = find_all_holders([held.address for held in self.held], modules)
+            self.holders = [found[held.address] for held in self.held]
 
 
 # The report
@@ -305,10 +306,7 @@ def build(
     added up.  Groups in `absent` did not run; `more` are further fields of `Report`.
     """
     seconds: Sequence[dict[str, Any]] = [{} for _ in names]
-    holders: dict[int, tuple[Holder, ...]] | None = None
-    if recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]:
-        now = {each.address: entry.address for each, entry in zip(recording.held, latest.held, strict=True)}
-        holders = {now[at]: found for at, found in recording.holders.items()}
+    searched = recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]
     if recording is not None and recording.names == names:
         more["outside_modules"] = dict(recording.outside)
         if not recording.open:
@@ -340,7 +338,7 @@ def build(
         peak_resident_bytes=None if latest.partly else statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
-        held=_held(latest, names, holders),
+        held=_held(latest, names, recording.holders if recording is not None and searched else None),
         expected_bytes=latest.expected_bytes,
         dropped_bytes=latest.freed_bytes - not_freed.total(),
         later_bytes=latest.later_bytes,
@@ -352,12 +350,12 @@ def build(
 
 
 def _held(
-    latest: PassStatistics, names: Sequence[str], holders: Mapping[int, tuple[Holder, ...]] | None
+    latest: PassStatistics, names: Sequence[str], holders: Sequence[tuple[Holder, ...]] | None
 ) -> tuple[HeldStorage, ...]:
     """Return what else references memory; without a search only the inputs of the model, which the caller holds."""
     found = []
-    for held in latest.held:
-        known = (holders or {}).get(held.address, ())
+    for k, held in enumerate(latest.held):
+        known = holders[k] if holders else ()
         is_input = held.is_input and {holder.kind for holder in known} <= CALLERS
         if holders is not None or is_input:
             found.append(HeldStorage(names[held.place], held.nbytes, known or (INPUT,) * is_input, is_input))
