@@ -153,7 +153,7 @@ def checked_limits(
     }
 
 
-def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
+def budget_bytes(budget: Any, device_bytes: int | None) -> int | None:
     """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known.
 
     A budget is a number of bytes, text such as "24GiB", or a fraction of the device; anything else raises a `TypeError`
@@ -161,18 +161,14 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """
     expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
     if isinstance(budget, str):
-        nbytes = _bytes_of(budget) or 0
+        nbytes, least = _bytes_of(budget) or 0, 1
     elif isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"memory_budget is {budget!r}; {expected}.")
-    elif isinstance(budget, Integral):
-        nbytes = int(budget)
-    elif float(budget).is_integer() and float(budget) >= SMALLEST:  # as 24e9 is
-        nbytes = int(float(budget))
-    else:
-        if not 0.0 < float(budget) <= 1.0:
-            raise ValueError(f"memory_budget is {budget!r}; {expected}.")
+    elif not isinstance(budget, Integral) and 0.0 < float(budget) <= 1.0:
         return None if device_bytes is None else int(float(budget) * device_bytes)
-    if not 0 < nbytes <= LARGEST or (isinstance(budget, Integral) and nbytes < SMALLEST):
+    else:
+        nbytes, least = int(budget) if budget == budget // 1 else 0, SMALLEST  # also 24e9
+    if not least <= nbytes <= LARGEST:
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
 
