@@ -88,7 +88,7 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
             same = all(map(torch.equal, gradients(), want))
         bits = "the same bits in all gradients" if same else "OTHER gradients: please report this"
         write(f"  {milliseconds(seconds, 0)} a step, {bits}.\n")
-        groups = str(handle.report()).split("\n\n")[0]
+        groups = "\n\n".join(str(handle.report()).split("\n\n")[:2])
         for line in f"The plan\n{handle.plan}\n\nThe latest step, as in print(handle.report())\n{groups}".splitlines():
             write(f"  {line}".rstrip() + "\n")
         handle.remove()

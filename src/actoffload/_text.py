@@ -146,20 +146,24 @@ class Table:
 
 
 class Printable:
-    """Print the tables and sentences of `_content` as text, in a notebook as Markdown."""
+    """Print the title, tables and sentences of `_content` as text, in a notebook as Markdown."""
+
+    @property
+    def _title(self) -> str:
+        return ""
 
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
     def __str__(self) -> str:
         tables, sentences = self._content()
-        blocks = [*map(str, tables), "\n".join(f"- {sentence}" for sentence in sentences)]
+        blocks = [self._title, *map(str, tables), "\n".join(f"- {sentence}" for sentence in sentences)]
         return "\n\n".join(filter(None, blocks))
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
         tables, sentences = self._content()
-        blocks = [table.to_markdown() for table in tables]
+        blocks = [_escape(self._title), *(table.to_markdown() for table in tables)]
         blocks.append("\n".join(f"- {_escape(sentence)}" for sentence in sentences))
         return "\n\n".join(filter(None, blocks))
 

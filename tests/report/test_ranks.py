@@ -40,7 +40,7 @@ def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
     assert lines(str(RankReports(FOURS))) == [
         ["rank", "offload", "offloaded", "not offloaded", "freed", "at the peak", "host memory", "model.layers.*"],
         [
-            "0 ... 3 (4 ranks)",
+            "0 ... 3 (4 ranks, each)",
             "4 of 6",
             "2.00 GiB",
             "1.30 GiB",
@@ -50,7 +50,6 @@ def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
             "2.00 GiB",
         ],
         ["total", "8.00 GiB", "5.22 GiB", "8.01 GiB", "8.00 GiB"],  # no sums of R and of peaks
-        ["A line for several ranks has the values of each of them."],
     ]
     total = RankReports(FOURS).to_markdown().split("\n")[3]
     assert [cell.strip("* ") for cell in total.split("|")[4:8]] == ["5.22 GiB", "", "", "8.01 GiB"]

@@ -105,7 +105,7 @@ def choose(
     elif without > most and (plan.recomputed or plan.offloaded):
         action = "offloading and recomputing" if plan.recomputed else "offloading"
         because = f"Without {action} the peak would be {size(without)}, above the limit of {size(limit or 0)}."
-    return replace(plan, because=because)
+    return replace(plan, because=because, baseline_peak_bytes=without)
 
 
 def frontier(

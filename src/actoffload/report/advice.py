@@ -15,6 +15,7 @@ from .report import WEIGHTS, Report, add_amounts
 __all__ = ["advise"]
 
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
+SLOW = 0.01  # of a pass: estimates are no better
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
@@ -56,7 +57,7 @@ def advise(report: Report) -> tuple[str, ...]:
         called = "groups are modules whose forward is called"
         return (f"{run}: {called}, and of which a parameter or an input requires a gradient.",)
     found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
-    found += [*_on_demand(report), *_stalled(report)]
+    found += [*_on_demand(report), *_slow(report)]
     ordered = sorted(found, key=lambda advice: (-advice[0], advice[1]))
     return tuple(sentence for _, sentence in ordered) or (_all_is_well(report),)
 
@@ -80,21 +81,20 @@ def _on_demand(report: Report) -> Iterator[Advice]:
     )
 
 
-def _stall_share(report: Report) -> float | None:
-    """Return the share of the recorded step for which compute stalled; None if that is not known."""
-    waited = report.totals.stall_seconds
-    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
-
-
-def _stalled(report: Report) -> Iterator[Advice]:
-    share, totals = _stall_share(report) or 0.0, report.totals
+def _slow(report: Report) -> Iterator[Advice]:
+    """Advise on a pass that is longer than without offloading, and on stalls."""
+    totals, share, slower = report.totals, report.stalled or 0.0, report.slower or 0.0
+    if slower > SLOW:
+        longer = f"A pass takes {percent(slower)} longer than without offloading and recomputing"
+        do = "a larger memory_budget, if one is set, or more device memory would cost less; else nothing is to change"
+        yield report.computed_bytes, f"{longer}: {do}."
     if share <= TOLERANCE:
         return
     worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
     forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
     stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
     longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
-    do = report.next_choice.rstrip(".") or "offload fewer groups"
+    do = "offload fewer groups" if report.seconds is None else "raise memory_budget, if it is set"
     yield totals.bytes_offloaded, f"{stalled}, {longest}: {do}."
 
 
@@ -103,12 +103,12 @@ def _stalled(report: Report) -> Iterator[Advice]:
 
 def _offloaded(report: Report) -> Iterator[Advice]:
     totals = report.totals
-    if not report.offloaded_groups:
+    if not totals.offloaded and not totals.recomputed:
         because = f"none of {len(report.groups)} groups is offloaded: the last of each kind is always kept"
         if report.because and report.times:
             because = report.because
         yield totals.bytes_saved, f"{because[0].upper()}{because[1:].rstrip('.')}."
-    elif not totals.bytes_offloaded:
+    elif totals.offloaded and not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
         but = f"Nothing was offloaded, although the plan offloads {report.offloaded_share} groups"
@@ -206,12 +206,15 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
 
 
 def _all_is_well(report: Report) -> str:
-    totals, everything, stalled = report.totals, report.computed_bytes, _stall_share(report)
+    totals, everything, stalled = report.totals, report.computed_bytes, report.stalled
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
-    facts = (
-        f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "
-        f"were offloaded from {report.offloaded_share} groups"
-    )
-    facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
-    facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
-    return f"Nothing to change: {facts}."
+    facts = []
+    if totals.offloaded:
+        part = f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / (everything or 1))})"
+        facts.append(f"{part} were offloaded from {report.offloaded_share} groups")
+    if again:
+        facts.append(f"{again} group{'s are' if again > 1 else ' is'} recomputed")
+    if stalled is not None:
+        facts.append(f"compute stalled for {percent(stalled)} of the step")
+    known = not report.times or report.slower is not None or stalled is not None
+    return f"Nothing to change{'' if known else ' in memory'}: {'; '.join(facts)}."

@@ -94,19 +94,18 @@ class RankReports(Printable):
         found = [_cells(report) if isinstance(report, Report) else _pipeline_cells(report) for report in self.reports]
         titles = list(dict.fromkeys(title for cells in found for title in cells))
         rows = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
-        lines = fold(range(len(rows)), lambda k: rows[k])
         table = []
-        for same in lines:
-            ranks = fold_names([str(self.ranks[k]) for k in same]) + (f" ({len(same)} ranks)" if len(same) > 1 else "")
+        for same in fold(range(len(rows)), lambda k: rows[k]):
+            ranks = fold_names([str(self.ranks[k]) for k in same]) + (
+                f" ({len(same)} ranks, each)" if len(same) > 1 else ""
+            )
             table.append((ranks, *rows[same[0]]))
         if several := len(rows) > 1:
             table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
-        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(rows) else []
+        note = ""
         if any(isinstance(report, PipelineReport) for report in self.reports):
-            notes.append(
-                "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
-            )
-        return [Table(("rank", *titles), tuple(table), left=2, sums=several, note=" ".join(notes))], ()
+            note = "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
+        return [Table(("rank", *titles), tuple(table), left=2, sums=several, note=note)], ()
 
 
 def _text(cell: int | str) -> str:

@@ -160,11 +160,11 @@ class Report(Printable):
     step_seconds : float or None
         Duration of the recorded step, from its first group to the end of the recording.
     because, next_choice : str
-        Why the plan is what it is; what the next better choice is.
-    expected : str
-        Peak and time of a pass that are expected with the plan; empty if they are not known.
-    refused : mapping of str to str
-        By the name of a group that should be recomputed in backward and is not: why.
+        Why the plan is what it is; what a smaller peak would cost.
+    peak_bytes, baseline_peak_bytes : int or None
+        Peak of device memory that is expected of a pass with the plan, and without offloading and recomputation.
+    seconds, baseline_seconds : float or None
+        The same for the time of a pass.
     proven_bytes, samples : int
         Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
         in later ones, without a difference.
@@ -192,8 +192,10 @@ class Report(Printable):
     step_passes: int = 0
     because: str = ""
     next_choice: str = ""
-    expected: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    baseline_peak_bytes: int | None = None
+    seconds: float | None = None
+    baseline_seconds: float | None = None
     proven_bytes: int = 0
     samples: int = 0
     context: bool = False
@@ -267,6 +269,38 @@ class Report(Printable):
         """The call that records a step."""
         return "context.record_timeline()" if self.context else "handle.recording()"
 
+    @property
+    def slower(self) -> float | None:
+        """Part of a pass by which the plan makes it longer, as 0.1 for 10 %; None if that is not known."""
+        known = self.times and self.seconds and self.baseline_seconds
+        return (self.seconds or 0.0) / (self.baseline_seconds or 1.0) - 1 if known else None
+
+    @property
+    def stalled(self) -> float | None:
+        """Part of the recorded step for which compute stalled; None if that is not known."""
+        waited = self.totals.stall_seconds
+        return None if not self.times or not self.step_seconds or waited is None else waited / self.step_seconds
+
+    @property
+    def gain(self) -> str:
+        """What is saved against no offloading, and what that costs in time, in sentences; empty without groups."""
+        totals, peak, without = self.totals, self.peak_bytes, self.baseline_peak_bytes
+        if not totals.offloaded and not totals.recomputed:
+            return "Nothing is offloaded or recomputed." if totals.calls else ""
+        if self.times and peak and without:
+            saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of {size(without)}."
+        else:
+            less = size((self.dropped_bytes or 0) + totals.bytes_recomputed)
+            saved = f"Saves {less} of {size(self.computed_bytes)} of {self.counted} at the end of the forward."
+        if self.slower is not None:
+            both = f"{milliseconds(self.seconds or 0.0)} instead of {milliseconds(self.baseline_seconds or 0.0)}"
+            return f"{saved} A pass takes {both} ({self.slower * 100:+.1f} %)."
+        if self.stalled is not None:
+            return f"{saved} Compute stalled for {percent(self.stalled)} of the step."
+        return f"{saved} For what it costs in time, record a step with {self.record}." if self.times else saved
+
+    _title = gain
+
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
         tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
@@ -321,12 +355,11 @@ def _groups_table(report: Report) -> Table:
     if not report.times:
         columns = [column for column in columns if column.show is not milliseconds]
     rows = []
-    lines = fold(groups, _line)
-    for line in lines:
+    for line in fold(groups, _line):
         first, name = line[0], fold_names([group.name for group in line])
         part, whole = first.offloaded_calls, first.calls
         offload = f"{part} of {whole}" if 0 < part < whole else "yes" if first.offloaded else "no"
-        name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
+        name = f"{name} ({len(line)} groups, each)" if len(line) > 1 else name
         rows.append((name, first.kind, offload, str(whole), *(_cell(column, line) for column in columns)))
     if groups:
         cells = (_cell(column, [totals]) for column in columns)
@@ -334,14 +367,12 @@ def _groups_table(report: Report) -> Table:
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     shown = (True, kinds, True, calls, *[True] * len(columns))
     header = ("group", "kind", "offload", "calls", *(column.title for column in columns))
-    note = "\n".join(_notes(report, folded=len(lines) < len(groups)))
+    note = "\n".join(_notes(report))
     table = [tuple(compress(row, shown)) for row in (header, *rows)]
     return Table(table[0], tuple(table[1:]), left=2 + kinds, sums=bool(groups), note=note)
 
 
-def _notes(report: Report, *, folded: bool) -> Iterator[str]:
-    if folded:
-        yield "A line for several groups has the values of each of them."
+def _notes(report: Report) -> Iterator[str]:
     if wasted := report.totals.bytes_wasted:
         why = "groups that are kept share the storages, or the execution order changed"
         yield f"Wasted copies: {size(wasted)} were offloaded but stay on the device, because {why}."
@@ -357,8 +388,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "coverage", f"{percent(report.coverage)} of the {report.counted} lie in groups"
     if report.because:
         yield "plan", report.because
-    if report.expected and report.times:
-        yield "expected", report.expected
     if report.next_choice:
         yield "next choice", report.next_choice
     if (peak := report.peak_resident_bytes) is not None:

@@ -136,8 +136,8 @@ class Plan(AnyPlan):
         Bytes that each layer saves and that could be offloaded, 0 if not known; empty if no sizes are given.
     seconds, baseline_seconds : float, optional
         Expected time of a step, and without offloading.
-    peak_bytes : int, optional
-        Expected peak of device memory in forward and backward.
+    peak_bytes, baseline_peak_bytes : int, optional
+        Expected peak of device memory in forward and backward, and without offloading and recomputation.
     because : str
         One sentence on why this plan was chosen; may be empty.
     recomputed_nbytes : tuple of int
@@ -177,6 +177,7 @@ class Plan(AnyPlan):
     recompute_seconds: float = 0.0
     saves: tuple[tuple[str, ...] | None, ...] = ()
     holds: bool = False
+    baseline_peak_bytes: int | None = None
 
     VERSION: ClassVar[int] = 1  # of the content of files
 
@@ -349,6 +350,7 @@ class Plan(AnyPlan):
                 seconds=_optional_number(content["seconds"], int, float),
                 baseline_seconds=_optional_number(content["baseline_seconds"], int, float),
                 peak_bytes=_optional_number(content["peak_bytes"]),
+                baseline_peak_bytes=_optional_number(content.get("baseline_peak_bytes")),
                 because=content["because"],
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
