@@ -153,7 +153,7 @@ def checked_limits(
     }
 
 
-def budget_bytes(budget: Any, device_bytes: int | None) -> int | None:
+def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known.
 
     A budget is a number of bytes, text such as "24GiB", or a fraction of the device; anything else raises a `TypeError`
@@ -167,7 +167,8 @@ def budget_bytes(budget: Any, device_bytes: int | None) -> int | None:
     elif not isinstance(budget, Integral) and 0.0 < float(budget) <= 1.0:
         return None if device_bytes is None else int(float(budget) * device_bytes)
     else:
-        nbytes, least = int(budget) if budget == budget // 1 else 0, SMALLEST  # also 24e9
+        whole: Any = budget // 1
+        nbytes, least = int(whole) if budget == whole else 0, SMALLEST  # also 24e9
     if not least <= nbytes <= LARGEST:
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
