@@ -207,7 +207,7 @@ def measure_step_times(
     """
     check_whole(repeats=repeats, steps=steps, least=1)
     check_whole(warmup=warmup, least=0)
-    check_steps(arms=arms)
+    check_steps("arms", arms)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for function in arms.values():
         _repeat(function, warmup)
@@ -220,13 +220,12 @@ def measure_step_times(
     return seconds
 
 
-def check_steps(**arguments: object) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument that is no mapping of names to functions."""
-    for name, value in arguments.items():
-        if not isinstance(value, Mapping) or not all(map(callable, value.values())):
-            raise TypeError(f"{name} is {value!r}; expected a mapping of names to functions without arguments.")
-        if not value:
-            raise ValueError(f"{name} is empty; expected at least one function by name.")
+def check_steps(name: str, steps: object) -> None:
+    """Raise a `TypeError` or `ValueError` for an argument that is no mapping of names to functions."""
+    if not isinstance(steps, Mapping) or not all(map(callable, steps.values())):
+        raise TypeError(f"{name} is {steps!r}; expected a mapping of names to functions without arguments.")
+    if not steps:
+        raise ValueError(f"{name} is empty; expected at least one function by name.")
 
 
 def _repeat(function: Callable[[], object], times: int) -> None:
@@ -363,7 +362,7 @@ def measure_steps(
     """
     check_whole(repeats=repeats, calls=calls, least=1)
     check_whole(warmup=warmup, least=0)
-    check_steps(steps=steps)
+    check_steps("steps", steps)
     device = describe_device()
     for step in steps.values():
         step()  # before any peak is measured, because libraries allocate a workspace for each stream and keep it

@@ -23,7 +23,7 @@ from ..schedule.execution_order import OUTSIDE, GroupKey
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders
 from .plots import StepTimeline
-from .report import Amounts, GroupReport, Report, sum_groups
+from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 
 __all__ = ["Held", "PassLog", "PassStatistics", "Recording", "build", "count_pass", "on_device"]
 
@@ -71,25 +71,22 @@ class PassStatistics:
         groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
         residents: set[Resident] = set()  # each counts in the first group that saved it
         for layer in done.layers:
-            offloaded, storages, nbytes, copied, wasted = layer.index not in stay, 0, 0, 0, 0
-            kept = {reason: (count, size) for reason, (count, size) in layer.kept.items()}
+            offloaded, numbers = layer.index not in stay, Counter[str]()
+            kept: list[Amounts] = [{reason: (count, size) for reason, (count, size) in layer.kept.items()}]
             for storage in layer.living():
                 if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
                     continue
                 shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
-                storages += 1
-                nbytes += storage.nbytes
-                copied += storage.bytes_copied
-                wasted += storage.bytes_copied if shared else 0
+                copied = storage.bytes_copied
+                numbers.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=copied)
+                numbers["bytes_wasted"] += copied if shared else 0
                 if offloaded:
                     in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
                     expected += 0 if shared or in_backward else storage.nbytes
                     later += storage.nbytes if in_backward and not shared else 0
                     freed += storage.nbytes if storage.residency is Residency.HOST else 0
                 if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
-                    reason = Reason.SHARED if shared else Reason.HOST_FULL
-                    before = kept.get(reason, (0, 0))
-                    kept[reason] = before[0] + 1, before[1] + storage.nbytes
+                    kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
                 memory = done.registry.held_elsewhere(storage)
                 if memory is not None:
                     at = address(memory)
@@ -97,19 +94,10 @@ class PassStatistics:
             for resident in filter(None, (ref() for ref in layer.residents)):
                 if resident not in residents:  # [guard: kept storage that several groups saved -> True]
                     residents.add(resident)
-                    storages += 1
-                    nbytes += resident.nbytes
+                    numbers.update(storages=1, bytes_saved=resident.nbytes)
                     expected += resident.nbytes if offloaded else 0
-            row = GroupReport(
-                "",
-                offloaded=offloaded,
-                recomputed=layer.recomputed is not None,
-                storages=storages,
-                bytes_saved=nbytes,
-                bytes_offloaded=copied,
-                bytes_wasted=wasted,
-                kept=kept,
-            )
+            more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
+            row = GroupReport("", offloaded=offloaded, recomputed=layer.recomputed is not None, **more)
             groups.append((layer, row))
         return PassStatistics(tuple(groups), expected, freed, tuple(held), later)
 

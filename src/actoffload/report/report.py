@@ -288,12 +288,12 @@ class Report(Printable):
         if not totals.offloaded and not totals.recomputed:
             return "Nothing is offloaded or recomputed." if totals.calls else ""
         if self.times and peak and without:
-            saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of {size(without)}."
+            saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}."
         else:
             less = size((self.dropped_bytes or 0) + totals.bytes_recomputed)
             saved = f"Saves {less} of {size(self.computed_bytes)} of {self.counted} at the end of the forward."
         if self.slower is not None:
-            both = f"{milliseconds(self.seconds or 0.0)} instead of {milliseconds(self.baseline_seconds or 0.0)}"
+            both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
             return f"{saved} A pass takes {both} ({self.slower * 100:+.1f} %)."
         if self.stalled is not None:
             return f"{saved} Compute stalled for {percent(self.stalled)} of the step."
