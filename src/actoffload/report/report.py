@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._text import Printable, Table, fold, fold_names, milliseconds, numberless, percent, size, size_or_dash
 from ..engine.statistics import Reason
@@ -310,66 +310,56 @@ class Report(Printable):
 # Tables
 
 
-class Column(NamedTuple):
-    """A column of the table of groups, which is shown if their sum has a value."""
-
-    title: str
-    value: Callable[[GroupReport], float | None]
-    show: Callable[[float], str] = size
+TIMES = ("forward", "backward", "stalled")
 
 
-COLUMNS = (
-    Column("saved", lambda group: group.bytes_saved or None),
-    Column("offloaded", lambda group: group.bytes_offloaded or None),
-    Column(
-        "recomputed",
-        lambda group: group.bytes_recomputed if group.recomputed else None,
-        lambda nbytes: size(nbytes) if nbytes else "yes",  # as the plan shows them
-    ),
-    Column("excluded", lambda group: group.bytes_kept or None),
-    Column("on demand", lambda group: group.reloaded_on_demand or None, "{:.0f}".format),
-    Column("not freed", lambda group: group.bytes_not_freed or None),
-    Column("forward", lambda group: group.forward_seconds, milliseconds),
-    Column("backward", lambda group: group.backward_seconds, milliseconds),
-    Column("stalled", lambda group: group.stall_seconds, milliseconds),
-)
+def _cells(line: Sequence[GroupReport]) -> dict[str, str]:
+    """Return the cells, by title, of a line for groups that are alike; their times, which are never equal, as means."""
+    group = line[0]
+    cells = {
+        "saved": size_or_dash(group.bytes_saved),
+        "offloaded": size_or_dash(group.bytes_offloaded),
+        "recomputed": "yes" if group.recomputed else "-",  # as the plan shows it
+        "excluded": size_or_dash(group.bytes_kept),
+        "on demand": str(group.reloaded_on_demand or "-"),
+        "not freed": size_or_dash(group.bytes_not_freed),
+    }
+    if group.recomputed and group.bytes_recomputed:
+        cells["recomputed"] = size(group.bytes_recomputed)
+    times = ((each.forward_seconds, each.backward_seconds, each.stall_seconds) for each in line)
+    for title, values in zip(TIMES, zip(*times, strict=True), strict=True):
+        known = [value for value in values if value is not None]
+        cells[title] = milliseconds(sum(known) / len(known)) if known else "-"
+    return cells
 
 
-def _cell(column: Column, line: Sequence[GroupReport]) -> str:
-    """Return the cell of a line for groups that are alike: the mean, as times are never quite equal."""
-    values = [value for group in line if (value := column.value(group)) is not None]
-    return column.show(sum(values) / len(values)) if values else "-"
-
-
-def _line(group: GroupReport) -> tuple[object, ...]:
+def _look(group: GroupReport) -> tuple[object, ...]:
     """Return what groups of one line have in common."""
-    numbers = (column.value(group) for column in COLUMNS if column.show is not milliseconds)
+    cells = [cell for title, cell in _cells([group]).items() if title not in TIMES]
     stalled = round((group.stall_seconds or 0.0) * 1e4)
-    return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *numbers
+    return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *cells
 
 
 def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
     groups, totals = report.groups, report.totals
-    columns = [column for column in COLUMNS if column.value(totals) is not None]
-    if not report.times:
-        columns = [column for column in columns if column.show is not milliseconds]
+    sums = _cells([totals])
+    shown = [title for title, cell in sums.items() if cell != "-" and (report.times or title not in TIMES)]
     rows = []
-    for line in fold(groups, _line):
-        first, name = line[0], fold_names([group.name for group in line])
+    for line in fold(groups, _look):
+        first, name, cells = line[0], fold_names([group.name for group in line]), _cells(line)
         part, whole = first.offloaded_calls, first.calls
         offload = f"{part} of {whole}" if 0 < part < whole else "yes" if first.offloaded else "no"
         name = f"{name} ({len(line)} groups, each)" if len(line) > 1 else name
-        rows.append((name, first.kind, offload, str(whole), *(_cell(column, line) for column in columns)))
+        rows.append((name, first.kind, offload, str(whole), *(cells[title] for title in shown)))
     if groups:
-        cells = (_cell(column, [totals]) for column in columns)
-        rows.append(("total", totals.kind, report.offloaded_share, str(totals.calls), *cells))
+        rows.append(
+            ("total", totals.kind, report.offloaded_share, str(totals.calls), *(sums[title] for title in shown))
+        )
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
-    shown = (True, kinds, True, calls, *[True] * len(columns))
-    header = ("group", "kind", "offload", "calls", *(column.title for column in columns))
-    note = "\n".join(_notes(report))
-    table = [tuple(compress(row, shown)) for row in (header, *rows)]
-    return Table(table[0], tuple(table[1:]), left=2 + kinds, sums=bool(groups), note=note)
+    header = ("group", "kind", "offload", "calls", *shown)
+    table = [tuple(compress(row, (True, kinds, True, calls, *[True] * len(shown)))) for row in (header, *rows)]
+    return Table(table[0], tuple(table[1:]), left=2 + kinds, sums=bool(groups), note="\n".join(_notes(report)))
 
 
 def _notes(report: Report) -> Iterator[str]:
