@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -103,37 +103,17 @@ def measure_machine() -> Machine:
     pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     pin_seconds = time.perf_counter() - begun
     del pinned
-    link, both = measure_link(COPY), _measure_both(device)
+    link = measure_link(COPY)
     matrix = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
     seconds = median(measure_step_times({"product": lambda: matrix @ matrix}, steps=10)["product"])
     return Machine(
         describe_device(),
         host,
         device_bytes=torch.get_device_module().mem_get_info()[1],
-        # The sum of both cannot be more than each direction alone allows; a little more is noise.
-        link=replace(link, both=min(both, link.d2h + link.h2d)),
+        link=link,
         flops=2 * WIDTH**3 / seconds,
         pin_seconds=pin_seconds,
     )
-
-
-def _measure_both(device: torch.device) -> float:
-    """Return the bytes per second of copies in both directions at once, each on a stream of its own."""
-    on_device = [torch.empty(COPY, dtype=torch.uint8, device=device) for _ in range(2)]
-    on_host = [torch.empty(COPY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    pairs = (on_host[0], on_device[0]), (on_device[1], on_host[1])  # to, from
-    streams = torch.Stream(device), torch.Stream(device)
-
-    def copy() -> None:
-        current = torch.accelerator.current_stream()
-        for stream, (target, source) in zip(streams, pairs, strict=True):
-            stream.wait_stream(current)
-            with stream:
-                target.copy_(source, non_blocking=True)
-        for stream in streams:
-            torch.accelerator.current_stream().wait_stream(stream)
-
-    return 2 * COPY / median(measure_step_times({"both": copy})["both"])
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -251,18 +251,33 @@ def _time(function: Callable[[], object], steps: int) -> float:
 def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
     """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
 
-    On the reference device it is that of a copy within host memory.
+    Copies run in each direction alone and in both at once.  On the reference device they are copies within host memory,
+    in one direction only.
     """
     check_whole(nbytes=nbytes, repeats=repeats, least=1)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    arms: dict[str, Callable[[], object]] = {
-        "d2h": lambda: on_host.copy_(on_device, non_blocking=True),
-        "h2d": lambda: on_device.copy_(on_host, non_blocking=True),
+    device = torch.accelerator.current_accelerator(check_available=True)
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu") for _ in range(2)]
+    on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=device is not None) for _ in range(2)]
+    copies: dict[str, Callable[[], object]] = {
+        "d2h": lambda: on_host[0].copy_(on_device[0], non_blocking=True),
+        "h2d": lambda: on_device[1].copy_(on_host[1], non_blocking=True),
     }
-    times = measure_step_times(arms, repeats=repeats)
-    return Link(d2h=nbytes / median(times["d2h"]), h2d=nbytes / median(times["h2d"]))
+    streams = [] if device is None else [torch.Stream(device), torch.Stream(device)]
+
+    def copy_both() -> None:
+        current = torch.accelerator.current_stream()
+        for stream, copy in zip(streams, copies.values(), strict=True):
+            stream.wait_stream(current)
+            with stream:
+                copy()
+        for stream in streams:
+            current.wait_stream(stream)
+
+    times = measure_step_times({**copies, **({"both": copy_both} if streams else {})}, repeats=repeats)
+    rates = {name: nbytes / median(seconds) for name, seconds in times.items()}
+    # The sum of both cannot be more than each direction alone allows; a little more is noise.
+    both = min(2 * rates["both"], rates["d2h"] + rates["h2d"]) if streams else None
+    return Link(rates["d2h"], rates["h2d"], both=both)
 
 
 # Steps
