@@ -73,7 +73,7 @@ def by_hand() -> Plan:
 
 
 def groups() -> Plan:
-    """Return a group schedule of 3 of 5 layers, with incremental release, over the link of `stalls`."""
+    """Return a group schedule of 3 of 5 layers over the link of `stalls`."""
     return GroupSchedule(num_layers=3).plan(["block"] * LAYERS)
 
 

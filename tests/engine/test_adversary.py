@@ -34,9 +34,9 @@ SORTS: dict[str, tuple[int, SearchStrategy[Program]]] = {
     "manual calls": (30, programs(manual=True)),
     "side streams and two devices": (18, programs(streams=True)),
     "manual calls and side streams": (18, programs(streams=True, manual=True)),
-    "plans with incremental release": (24, programs(planned=True)),
-    "incremental release and side streams": (18, programs(planned=True, streams=True)),
-    "incremental release and host limit": (16, programs(planned=True, limited=True)),
+    "plans": (24, programs(planned=True)),
+    "plans and side streams": (18, programs(planned=True, streams=True)),
+    "plans and host limit": (16, programs(planned=True, limited=True)),
     "host limit": (16, programs(limited=True)),
     "manual calls and host limit": (16, programs(limited=True, manual=True)),
 }
@@ -49,9 +49,7 @@ def _scaled_down() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", sorted({**KINDS, **STREAM_KINDS, **DEVICE_KINDS}))
-@pytest.mark.parametrize(
-    "offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "incremental release"]
-)
+@pytest.mark.parametrize("offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "groups"])
 def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
     steps = [Forward(0), Forward(1), Backward(0, retain=True), Backward(1), Backward(0)]
     program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], offload, steps)
@@ -66,7 +64,7 @@ def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
 @pytest.mark.parametrize(
     "plan",
     [DefaultSchedule(3, 5).plan(), GroupSchedule(3).plan("a" * 5), GroupSchedule(3, max_inflight=1).plan("a" * 5)],
-    ids=["default", "incremental release", "incremental release at once"],
+    ids=["default", "groups", "one group in flight"],
 )
 @pytest.mark.parametrize("recorded", [False, True])
 def test_no_wait_crosses_the_border_of_a_capture(plan: Plan, mode: Mode, recorded: bool) -> None:
@@ -115,7 +113,7 @@ def test_what_is_reloaded_before_a_capture_is_used_in_it(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
 @pytest.mark.parametrize(
-    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "incremental release"]
+    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "groups"]
 )
 def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: Plan, mode: Mode) -> None:
     """The copy waits for the first reader alone; the second one may be at it when the copy is done."""

@@ -1,4 +1,4 @@
-"""The engine on the reference device and `simulate` agree: every copy, stall and incremental step, to the last bit.
+"""The engine on the reference device and `simulate` agree: every copy and stall, to the last bit.
 
 All times are multiples of a power of two, so that sums and quotients are exact and `==` is meant.
 """

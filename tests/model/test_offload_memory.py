@@ -153,7 +153,8 @@ def test_an_input_that_was_saved_outside_is_offloaded_with_its_group(at):
     handle, statistics = agrees(Shares(at), lambda model, x: model(x.requires_grad_()), steps=1)
     assert statistics.bytes_offloaded == 8 * UNIT
     assert statistics.reloaded_on_demand == 0
-    assert statistics.peak_resident_bytes == 5 * UNIT
+    # What is saved before the third block lies there until the first one leaves, when that block starts.
+    assert statistics.peak_resident_bytes == (4 if at < 2 else 5) * UNIT
     # With a kept group it is kept as well, as something that was saved outside.
     assert statistics.bytes_kept.get(Reason.OUTSIDE, 0) == (0 if at < 4 else UNIT)
     assert Reason.SHARED not in statistics.bytes_kept

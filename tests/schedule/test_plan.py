@@ -63,7 +63,7 @@ def test_actions_are_found_by_event_and_event_by_action() -> None:
             for do, layer, text in (
                 (Do.OFFLOAD, 2, "offload layer 2"),
                 (Do.OFFLOAD, -1, "offload layer -1"),
-                (Do.INCREMENTAL_RELEASE, 2, "release layer 2 incrementally"),
+                (Do.RELEASE, 2, "release layer 2"),
             )
         ),
         (
@@ -102,17 +102,6 @@ def test_actions_are_found_by_event_and_event_by_action() -> None:
             )
             for number, do in enumerate((Do.OFFLOAD, Do.RELEASE, Do.RELOAD))
         ),
-        (
-            2,
-            [*GONE[:1], (BACKWARD_END, 1, Do.INCREMENTAL_RELEASE, 0), (BACKWARD_START, 0, Do.RELEASE, 0)],
-            "The plan would release layer 0 incrementally at the backward end of layer 1; "
-            "that can only be at the forward start of a layer.",
-        ),
-        (
-            2,
-            [*GONE[:1], (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0)],
-            "The plan would release layer 0 incrementally without the action 'release layer 0' after it; add that.",
-        ),
     ],
 )
 def test_bad_plans_are_refused_in_one_sentence(
@@ -122,25 +111,21 @@ def test_bad_plans_are_refused_in_one_sentence(
         plan(model_layers, *steps)
 
 
-def test_a_layer_may_give_way_and_be_released_at_one_event() -> None:
+def test_a_layer_may_leave_and_come_back_at_one_event() -> None:
     at = (FORWARD_START, 1)
-    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.INCREMENTAL_RELEASE, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
-    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.INCREMENTAL_RELEASE, Do.RELEASE, Do.RELOAD))
-    assert made.find(Do.INCREMENTAL_RELEASE, 0) == Event(*at)
+    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
+    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.RELEASE, Do.RELOAD))
+    assert made.find(Do.RELEASE, 0) == Event(*at)
 
 
 @pytest.mark.parametrize("number", range(1, 4))
-def test_the_rules_of_incremental_release_in_full(number: int) -> None:
-    """Every way to offload, release incrementally and release one layer: those of the rules are allowed."""
+def test_the_rules_in_full(number: int) -> None:
+    """Every way to offload, release and reload one layer: those of the rules are allowed."""
     events = list(Plan(number).events())
-    for layer, offload, give, release in product(range(number), *[range(len(events))] * 3):
-        places = zip((offload, give, release), (Do.OFFLOAD, Do.INCREMENTAL_RELEASE, Do.RELEASE), strict=True)
+    for layer, offload, release, reload in product(range(number), *[range(len(events))] * 3):
+        places = zip((offload, release, reload), (Do.OFFLOAD, Do.RELEASE, Do.RELOAD), strict=True)
         first, end, last = (events.index(Event(w, layer)) for w in (FORWARD_START, FORWARD_END, BACKWARD_START))
-        allowed = (
-            first <= offload <= give <= release <= last
-            and end < give  # the start of a later forward
-            and events[give].when is FORWARD_START
-        )
+        allowed = first <= offload <= release <= reload <= last and end <= release
         calls = [(events[k].when, events[k].layer, do, layer) for k, do in places]
         if allowed:
             made = plan(number, *calls)
@@ -174,12 +159,10 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     steps = {
         Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
         Event(FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-        Event(FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0),),
         Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
     }
     assert str(Plan(2, steps)) == (
         "forward start of layer 0: offload layer 0\n"
-        "forward start of layer 1: release layer 0 incrementally\n"
         "forward end of layer 1: release layer 0\n"
         "backward end of layer 1: reload layer 0"
     )

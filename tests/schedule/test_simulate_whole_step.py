@@ -211,16 +211,6 @@ def test_a_peak_between_borders_counts():
     assert simulate(Plan.of(1, calls), [layer], FAST).device_peak_bytes == 10 + 7 + 5
 
 
-def test_a_reloaded_layer_releases_nothing_more():
-    """It was released and reloaded at the event of its incremental release."""
-    calls = [(Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0))]
-    actions = Do.INCREMENTAL_RELEASE, Do.RELEASE, Do.RELOAD
-    calls += [(Event(When.FORWARD_START, 1), Action(do, 0)) for do in actions]
-    result = simulate(Plan.of(2, calls), [LayerCost(4.0, 4.0, (Saved(4, 0.5, 0.5),))] * 2, Link(4.0, 4.0))
-    assert [nbytes for _, nbytes in result.timeline.resident] == [4, 0, 4, 8, 4, 0]
-    assert len(result.timeline.of(Kind.H2D)) == 1
-
-
 eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(0, 12).map(lambda k: k / 4)
 

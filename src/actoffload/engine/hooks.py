@@ -243,8 +243,6 @@ class StorageRegistry:
             if resident is None:
                 resident = Resident(memory.nbytes(), self._counters)
                 self._residents[key] = ref = weakref.ref(resident)
-                if layer.releasing is not None:
-                    self.release_earlier(layer, resident.nbytes)
             if ref is not None:
                 layer.residents.append(ref)
         return resident
@@ -287,7 +285,7 @@ class StorageRegistry:
         device = self._devices.get(self._backend.place(tensor))
         if device is None:
             return None
-        transfers, index, captured = device.transfers, layer.index, layer.captured
+        transfers, index = device.transfers, layer.index
         with self._lock:
             stream = self._backend.current_stream(transfers.device)
             if stream not in device.streams:
@@ -298,8 +296,6 @@ class StorageRegistry:
             storage.layers[index] = False
             self.storages[key] = ref = storage.resources
             layer.storages.append(ref)
-            if layer.releasing is not None:
-                layer.releasing.release_incrementally(known.nbytes, captured)
             if self._backend.checks:
                 self._backend.saved(tensor, stream)
             layer.waiting.append(ref)
@@ -335,8 +331,6 @@ class StorageRegistry:
             if index not in storage.layers:
                 storage.layers[index] = False
                 layer.storages.append(storage.resources)
-                if layer.releases_incrementally and storage.copied_out is None:
-                    storage.copied_out = device.transfers.end_of_copies_out(layer.captured)
             return Moved(owner, index, storage, plain, storage.probe, layer.token)
 
     def save(
@@ -366,8 +360,6 @@ class StorageRegistry:
             if ref is None or storage is None or not _usable(storage, tensor, layer, view, wrappers):
                 storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
                 self.storages[key] = ref = storage.resources
-                if layer.releasing is not None:
-                    self.release_earlier(layer, storage.nbytes)
             if index not in storage.layers:
                 layer.storages.append(ref)
                 storage.layers[index] = storage.residency is Residency.HOST
@@ -403,15 +395,7 @@ class StorageRegistry:
             return
         waiting, layer.waiting, layer.waiting_bytes, layer.unwritten_by = layer.waiting, [], 0, -1
         storages = [storage for ref in waiting if (storage := ref()) is not None]
-        incremental = layer.releases_incrementally
-        self.refused(queue_copies(storages, layer.index, layer.captured, ended=False, positions=incremental))
-
-    def release_earlier(self, layer: Layer, nbytes: int) -> None:
-        """Release as many bytes of an earlier layer as this one has saved now."""
-        if self._engine.recorder is not None:
-            self._engine.recorder.level()
-        assert layer.releasing is not None
-        layer.releasing.release_incrementally(nbytes, layer.captured)
+        self.refused(queue_copies(storages, layer.index, layer.captured, ended=False))
 
     def _count_shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
         """Count a storage that a kept layer and an offloaded one have both saved."""
@@ -425,8 +409,7 @@ class StorageRegistry:
 
     def offload(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
         """Queue the copies of what an offloaded layer has saved on a storage."""
-        incremental = layer.releases_incrementally
-        self.refused(queue_copies([storage], layer.index, layer.captured, ended=ended, positions=incremental))
+        self.refused(queue_copies([storage], layer.index, layer.captured, ended=ended))
         if ended and storage.residency is Residency.OFFLOADING:
             layer.note_late_copy(storage)
 

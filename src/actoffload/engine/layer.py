@@ -69,10 +69,6 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
-        self.releases_incrementally = False  # each copy has a position of its own
-        self.releasing: Layer | None = None  # the layer that is released while this one saves
-        self._to_release = 0  # bytes still to be released; negative if it released too many
-        self._next = 0  # the next of its storages to release
         self.on_demand = 0  # reloads that the plan did not start in time
         self.ahead = 0
         self.retained = False  # what is reloaded stays on the device when a backward of it has ended
@@ -148,8 +144,7 @@ class Layer:
         self.phase = Phase.OFFLOADING
         self.waiting = []
         living = self.living()
-        incremental = self.releases_incrementally
-        refused = queue_copies(living, self.index, self.captured, ended=True, positions=incremental)
+        refused = queue_copies(living, self.index, self.captured, ended=True)
         for storage in living:
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
                 transfers = storage.pass_device.transfers
@@ -164,39 +159,20 @@ class Layer:
             transfers = storage.pass_device.transfers
             storage.copied_out = self._copied_out[transfers] = transfers.end_of_copies_out()
 
-    def release_incrementally(self, nbytes: int, captured: bool) -> None:
-        """Release as many bytes as another layer has saved, in the order of saving; that one may be captured."""
-        self._to_release += nbytes
-        storages = self.storages
-        while self._to_release > 0 and self._next < len(storages):
-            storage = storages[self._next]()
-            self._next += 1
-            if storage is not None and storage.residency is Residency.OFFLOADING and storage.copied_out is not None:
-                device = storage.pass_device
-                # [wait: incremental release for the copy out]
-                device.transfers.join(storage.stream, device.streams, storage.copied_out, self.index, captured)
-                self._to_release -= storage.release(self.index, storage.copied_out)
-
     def release(self) -> None:
         """Release the device memory that is not released yet, once the copies have ended."""
         self.phase = Phase.RELEASED
         living = self.living()
         waited: list[tuple[Transfers, Stream]] = []
         for storage in living:
-            device, copied_out = storage.pass_device, storage.copied_out
+            device = storage.pass_device
             position = self._copied_out.get(device.transfers)
-            offloading = storage.residency is Residency.OFFLOADING
-            if offloading and self.releases_incrementally and copied_out is not None:
-                # [wait: release of the rest for its copy out]
-                device.transfers.join(storage.stream, device.streams, copied_out, self.index)
-                position = copied_out
             # [guard: wait for each device and stream]
-            elif position is not None and (device.transfers, storage.stream) not in waited:
+            if position is not None and (device.transfers, storage.stream) not in waited:
                 waited.append((device.transfers, storage.stream))
                 # [wait: release for the copies out]
                 device.transfers.join(storage.stream, device.streams, position, self.index)
-            if not storage.layers[self.index]:  # not released incrementally before
-                storage.release(self.index, position)
+            storage.release(self.index, position)
         self._copied_out.clear()
 
     def place_of(self, storage: SavedStorage) -> int:
@@ -277,13 +253,11 @@ def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, 
 # Copies
 
 
-def queue_copies(
-    storages: Iterable[SavedStorage], layer: int, captured: bool, *, ended: bool, positions: bool
-) -> list[SavedStorage]:
+def queue_copies(storages: Iterable[SavedStorage], layer: int, captured: bool, *, ended: bool) -> list[SavedStorage]:
     """Queue the copies of what was saved and is not copied yet; return the storages for which the host has no memory.
 
-    They are queued in batches of `Backend.batch` bytes, each of which has a position behind it if `positions`.  Once
-    the layer, which the timeline shows, has `ended`, nothing more is saved that could complete a stretch.
+    They are queued in batches of `Backend.batch` bytes.  Once the layer, which the timeline shows, has `ended`, nothing
+    more is saved that could complete a stretch.
     """
     refused: list[SavedStorage] = []
     batch: list[tuple[SavedStorage, list[CopyOut]]] = []
@@ -296,21 +270,19 @@ def queue_copies(
             refused.append(storage)
         elif copies:
             if batch and batch[0][0].pass_device is not storage.pass_device:
-                _queue_batch(batch, layer, captured, positions)
+                _queue_batch(batch, layer, captured)
                 batch, nbytes = [], 0
             batch.append((storage, copies))
             nbytes += storage.nbytes
             if nbytes >= storage.pass_device.transfers.backend.batch:
-                _queue_batch(batch, layer, captured, positions)
+                _queue_batch(batch, layer, captured)
                 batch, nbytes = [], 0
     if batch:
-        _queue_batch(batch, layer, captured, positions)
+        _queue_batch(batch, layer, captured)
     return refused
 
 
-def _queue_batch(
-    batch: Sequence[tuple[SavedStorage, list[CopyOut]]], layer: int, captured: bool, positions: bool
-) -> None:
+def _queue_batch(batch: Sequence[tuple[SavedStorage, list[CopyOut]]], layer: int, captured: bool) -> None:
     transfers = batch[0][0].pass_device.transfers
     try:
         transfers.to_host([copy for _, copies in batch for copy in copies], layer, captured)
@@ -318,12 +290,8 @@ def _queue_batch(
         for storage, copies in batch:
             storage.copies_failed(copies)
         raise
-    end = None
-    if positions:
-        # [guard: end of a copy released incrementally]
-        end = transfers.end_of_copies_out(captured)
     for storage, copies in batch:
-        storage.copies_queued(copies, end)
+        storage.copies_queued(copies)
 
 
 def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:

@@ -114,7 +114,6 @@ class Pass:
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
         layer = Layer(len(self.layers), self.backend.capturing())
-        layer.releases_incrementally = layer.index in self.roles.released_incrementally
         layer.layouts = self.engine.layouts.setdefault(layer.index, {})
         with self.lock:
             self.layers.append(layer)
@@ -127,7 +126,6 @@ class Pass:
         """End the forward of a layer."""
         with self.lock:
             self.registry.refused(layer.end())
-            layer.releasing = None
             for reason, (count, nbytes) in layer.kept.items():
                 self.counters.keep(reason, nbytes, count)
             self._finish(Kind.FORWARD, layer.index)
@@ -156,7 +154,6 @@ class Pass:
         with self.lock:
             self.roles = roles
             for layer in self.layers:
-                layer.releasing = None
                 for when in (When.FORWARD_START, When.FORWARD_END):
                     for action in roles.plan.at(when, layer.index):
                         late = action.do is Do.OFFLOAD and self.layers[action.layer].phase is Phase.SAVED
@@ -276,7 +273,7 @@ class Pass:
             self.observer(when, index)
         for action in self.roles.actions.get((when._name_, index), ()):
             if action.layer < len(self.layers):
-                self.do(action.do, action.layer, index)
+                self.do(action.do, action.layer)
                 if recorder is not None:
                     recorder.level()
         if recorder is not None:
@@ -286,15 +283,13 @@ class Pass:
             elif when is When.BACKWARD_START:
                 recorder.begin(self, Kind.BACKWARD, index)
 
-    def do(self, action: Do, index: int, at: int = -1) -> None:
-        """Carry out one action on a layer, at an event of another; what does not apply any more is passed over."""
+    def do(self, action: Do, index: int) -> None:
+        """Carry out one action on a layer; what does not apply any more is passed over."""
         layer = self.layers[index]
         if action is Do.OFFLOAD and layer.phase is Phase.FORWARD:
             layer.eager = True
         elif action is Do.OFFLOAD and layer.phase is Phase.SAVED:
             self.registry.refused(layer.offload())
-        elif action is Do.INCREMENTAL_RELEASE and layer.phase is Phase.OFFLOADING:
-            self.layers[at].releasing = layer
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
@@ -390,9 +385,8 @@ class ModelPass(Pass, Generic[Key]):
     def _adopt(self, layer: Layer, addresses: set[int]) -> None:
         """Count inputs of a group that were saved before as saved by it; see [Note: between the groups]."""
         with self.lock:
-            stay = [ref() for ref in self._between.residents]
             for address in addresses:
-                storage, resident = self.registry.at(address), self.registry.resident_at(address)
+                storage = self.registry.at(address)
                 if (
                     storage is not None
                     and storage in self._between.living()
@@ -403,10 +397,6 @@ class ModelPass(Pass, Generic[Key]):
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
                         self.registry.offload(layer, storage, ended=False)
-                    if layer.releasing is not None:
-                        self.registry.release_earlier(layer, storage.nbytes)
-                elif layer.releasing is not None and resident is not None and resident in stay:
-                    self.registry.release_earlier(layer, resident.nbytes)
             self._between.residents.clear()
             self._count_between()
 

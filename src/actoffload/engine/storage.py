@@ -361,8 +361,8 @@ class SavedStorage(HostCopy):
         for host in hosts:
             self.pass_device.transfers.pool.give_back(host, host.fence)
 
-    def copies_queued(self, copies: Sequence[CopyOut], end: StreamPosition | None) -> None:
-        """Note that copies are queued; `end` comes after them, if that is known."""
+    def copies_queued(self, copies: Sequence[CopyOut]) -> None:
+        """Note that copies are queued."""
         nbytes = sum(copy.host.nbytes for copy in copies)
         counters = self.pass_device.counters
         counters.tensors_offloaded += self.residency is Residency.DEVICE
@@ -370,7 +370,7 @@ class SavedStorage(HostCopy):
         self.bytes_copied += nbytes
         self.residency = Residency.OFFLOADING
         # [guard: end of an earlier copy of the storage]
-        self.copied_out = end  # what was behind the copies so far is not behind these
+        self.copied_out = None  # what was behind the copies so far is not behind these
 
     def copies_failed(self, copies: Sequence[CopyOut]) -> None:
         """Note that copies could not be queued: what is not on the host stays on the device."""
@@ -381,8 +381,8 @@ class SavedStorage(HostCopy):
             self._typed = self._host = None
         self._return(hosts)
 
-    def release(self, layer: int, awaited: StreamPosition | None = None) -> int:
-        """Free the device memory if all layers that saved the storage have released it; return the bytes freed.
+    def release(self, layer: int, awaited: StreamPosition | None = None) -> None:
+        """Free the device memory if all layers that saved the storage have released it.
 
         The compute stream has waited for the copies of each of these layers before, and for `awaited`.
         """
@@ -397,7 +397,7 @@ class SavedStorage(HostCopy):
             waited = end is not None and awaited is not None and end.order <= awaited.order
             if waited and self.residency is Residency.OFFLOADING:
                 self.__class__ = self.at_rest
-            return 0
+            return
         device, nbytes, resources = self.pass_device, self.nbytes, self.resources
         if len(device.streams) > 1:
             # [wait: release for what the compute stream still reads]
@@ -412,7 +412,6 @@ class SavedStorage(HostCopy):
         # No call in between: see [Note: finalizers].
         resources.nbytes -= nbytes
         device.counters.resident -= nbytes
-        return nbytes
 
 
 class InFlight(SavedStorage):

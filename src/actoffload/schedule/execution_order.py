@@ -107,7 +107,6 @@ class Roles:
     plan: Plan
     stay: frozenset[int]  # layers that are not offloaded
     last_leaving: int  # the last layer that may be offloaded; -1 if there is none
-    released_incrementally: frozenset[int]  # layers
     reached: frozenset[int]  # layers at whose start in backward something has to be done
     planned: bool  # transfers follow the plan; otherwise the program calls for each
     actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
@@ -121,7 +120,6 @@ class Roles:
             plan,
             stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
             last_leaving=max(plan.offloaded, default=-1 if planned else OUTSIDE - 1),
-            released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
             reached=_reached(plan),
             planned=bool(steps) if planned is None else planned,
             actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
@@ -153,7 +151,6 @@ class Roles:
             Plan(1),
             stay=frozenset((OUTSIDE,)),
             last_leaving=OUTSIDE - 1,
-            released_incrementally=frozenset(),
             reached=frozenset(),
             planned=True,
             actions=_EveryLayer(),
@@ -271,15 +268,10 @@ def _valid(
     """Return the actions of a layer, each moved behind those before it; none if they do not fit before its backward."""
     begins = order[Event(When.BACKWARD_START, layer)]
     earliest = order[Event(When.FORWARD_START, layer)]
-    events = list(order)
     valid: list[tuple[int, int, Action]] = []
     for place, rank, action in actions:
         if action.do is Do.RELEASE:
             earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
-        if action.do is Do.INCREMENTAL_RELEASE:  # the release does the rest
-            moved = place < earliest or place >= begins or events[place].when is not When.FORWARD_START
-            if moved or place < order[Event(When.FORWARD_END, layer)]:
-                continue
         earliest = max(earliest, place)  # [guard: moved action]
         if action.do is Do.RELOAD:
             earliest = min(earliest, begins)  # [guard: moved reload]

@@ -44,14 +44,11 @@ class Do(enum.Enum):
 
     - ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
       queues the copies of everything that the layer has saved.
-    - ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
-      that the later layer saves frees as many bytes, once their own copies are done.  ``RELEASE`` must follow.
-    - ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
+    - ``RELEASE`` makes compute wait for the copies and frees the device memory.
     - ``RELOAD`` allocates device memory and queues the copies to the device, in the order in which backward needs them.
     """
 
     OFFLOAD = "offload"
-    INCREMENTAL_RELEASE = "incremental release"
     RELEASE = "release"
     RELOAD = "reload"
 
@@ -75,8 +72,7 @@ class Action:
     layer: int
 
     def __str__(self) -> str:
-        how, _, what = self.do.value.rpartition(" ")
-        return f"{what} layer {self.layer}{' incrementally' if how else ''}"
+        return f"{self.do.value} layer {self.layer}"
 
 
 # What all plans have
@@ -371,10 +367,6 @@ class Plan(AnyPlan):
                 if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
                 places[act] = order[event], k
-                if act.do is Do.INCREMENTAL_RELEASE and event.when is not When.FORWARD_START:
-                    raise ValueError(
-                        f"The plan would {act} at the {event}; that can only be at the forward start of a layer."
-                    )
         for act, place in places.items():
             problem = self._misplaced(act, place, order, places)
             if problem:
@@ -393,11 +385,7 @@ class Plan(AnyPlan):
             before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
             if before not in places or places[before] > place:
                 return f"without, or before, the action '{before}'; add it earlier"
-        if act.do is Do.INCREMENTAL_RELEASE:
-            rest = Action(Do.RELEASE, layer)
-            if places.get(rest, (-1, -1)) < place:
-                return f"without the action '{rest}' after it; add that"
-        if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
+        if act.do is Do.RELEASE and place[0] < order[Event(When.FORWARD_END, layer)]:
             return "before its forward ends; move it there or later"
         if place[0] > order[Event(When.BACKWARD_START, layer)]:
             return "after its backward starts, when it is of no use; move it earlier"

@@ -93,8 +93,6 @@ class RankRun:
     _offloading: set[Key] = field(default_factory=set)
     _released: set[Key] = field(default_factory=set)
     _halved: set[Key] = field(default_factory=set)  # between two backwards
-    _releasing: Key | None = None  # what the forward releases incrementally
-    _to_release: dict[Key, int] = field(default_factory=dict)  # bytes
     _with_gradients: set[int] = field(default_factory=set)  # stages
     _running: tuple[Kind, int] | None = None
     _since: float = 0.0  # when compute began, or went on after a stall
@@ -219,14 +217,11 @@ class RankRun:
             copy = _Copy(piece, self.compute)
             held.append(copy)
             self._occupy(piece.nbytes)
-            if self._releasing is not None:
-                self._release_incrementally(self._releasing, piece.nbytes)
             if offloading:
                 if self.host_seconds:
                     start = self._hook(start, piece.tensors)
                 self._copy_out(key, copy)
         self._reach(start, part.seconds, part.host)
-        self._releasing = None
         self._end()
 
     def _backward(self, part: Part, key: Key) -> None:
@@ -328,8 +323,6 @@ class RankRun:
                 self._offloading.add(chunk)
                 for copy in self._held.get(chunk, ()):
                     self._copy_out(chunk, copy)
-            elif do is Do.INCREMENTAL_RELEASE:
-                self._releasing = chunk
             elif chunk in self._halved:
                 group = self.times[chunk[0]].groups[chunk[2]]
                 self._occupy(-group.again_bytes if do is Do.RELEASE else group.again_bytes)
@@ -355,19 +348,6 @@ class RankRun:
         for copy in present:
             copy.on_device = False
         self._occupy(-sum([copy.piece.nbytes for copy in present]))
-
-    def _release_incrementally(self, earlier: Key, nbytes: int) -> None:
-        if earlier in self._released:
-            return
-        self._to_release[earlier] = self._to_release.get(earlier, 0) + nbytes
-        for copy in self._held[earlier]:
-            if self._to_release[earlier] <= 0:
-                break
-            if copy.on_device:
-                self._wait(copy.copied, earlier)
-                copy.on_device = False
-                self._occupy(-copy.piece.nbytes)
-                self._to_release[earlier] -= copy.piece.nbytes
 
     # Memory
 

@@ -137,12 +137,10 @@ class GroupSchedule:
     play the same part in their blocks, such as all attention modules.  The last group of each kind is kept, because
     backward begins there; so are the last two of the sequence.
 
-    Let ``d`` be the number of groups at the end of the sequence that are kept, or `max_inflight` if that is smaller.
-    Group ``i`` is copied while it computes.  While group ``i + d`` computes, each tensor that it saves frees as many
-    already copied bytes of group ``i``.  So the device holds the bytes of ``d`` groups and one tensor.  Group ``i`` is
-    reloaded after the backward of group ``i + r``, where ``r`` is the number of kept groups at the end, or
-    ``max_inflight + 1`` if that is less; with several kinds at most 2, because groups of different sizes do not fit
-    into each other's memory.
+    Let ``d`` be the number of groups at the end of the sequence that are kept, or ``max_inflight + 1`` if that is less.
+    Group ``i`` is copied while it computes, and freed before group ``i + d`` starts.  So the device holds the bytes of
+    ``d`` groups.  Group ``i`` is reloaded after the backward of group ``i + d``; with several kinds of at most the
+    second behind it, because groups of different sizes do not fit into each other's memory.
 
     Parameters
     ----------
@@ -194,14 +192,13 @@ class GroupSchedule:
         calls = []
         offloaded = self.offloaded(kinds)
         resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)  # groups at the end that are kept
-        d = min(resident, self.max_inflight or resident)  # [guard: groups in flight]
-        # While one is used the next is copied already; otherwise compute would wait for every copy.
-        back = min(resident, d + 1) if len(set(kinds)) == 1 else min(resident, d + 1, RESIDENT)
+        # While one runs, its neighbour is copied: otherwise compute would wait for each copy.
+        d = resident if self.max_inflight is None else min(resident, self.max_inflight + 1)  # [guard: groups in flight]
+        back = d if len(set(kinds)) == 1 else min(d, RESIDENT)
         for i in offloaded:
             calls += [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
-                (Event(When.FORWARD_START, i + d), Action(Do.INCREMENTAL_RELEASE, i)),
-                (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
+                (Event(When.FORWARD_START, i + d), Action(Do.RELEASE, i)),
                 (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
             ]
         return Plan.of(len(kinds), calls)

@@ -14,8 +14,8 @@ __all__ = ["group_plans", "plans"]
 def plans(draw: st.DrawFn, model_layers: int) -> Plan:
     """Draw any legal plan.
 
-    Each layer has the first none, one, two or three of offload, release and reload, at any events.  A release may be
-    preceded by an incremental release at the start of a later forward.  Common choices are drawn more often.
+    Each layer has the first none, one, two or three of offload, release and reload, at any events.  Common choices are
+    drawn more often.
     """
     events = list(Plan(model_layers).events())
     at = {event: k for k, event in enumerate(events)}
@@ -35,10 +35,6 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
         if many == 1:
             continue
         earliest = max(offload, at[Event(When.FORWARD_END, layer)])
-        starts = [k for k in range(earliest, last + 1) if events[k].when is When.FORWARD_START]
-        if starts and draw(st.sampled_from([True, True, False])):
-            earliest = draw(st.sampled_from(starts))
-            put(Do.INCREMENTAL_RELEASE, layer, earliest)
         release = draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last)))
         put(Do.RELEASE, layer, release)
         if many == 2:

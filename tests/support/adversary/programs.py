@@ -81,8 +81,7 @@ def programs(
 ) -> Program:
     """Draw a program.
 
-    `planned` programs follow any legal plan, most of them with incremental releases.  `streams` adds work on side
-    streams and on a second device.
+    `planned` programs follow any legal plan.  `streams` adds work on side streams and on a second device.
     """
     kinds = sorted(KINDS) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
     operations = st.lists(st.sampled_from(kinds), min_size=1, max_size=2)

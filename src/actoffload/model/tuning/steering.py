@@ -17,7 +17,7 @@ from ...replay import Policy, names_of, saving
 from ...report.build import PassLog, PassStatistics, count_pass
 from ...report.report import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
-from ...schedule.plan import Do, Plan
+from ...schedule.plan import Plan
 from ..discovery import BLOCK, MODULE, choose_groups, coverage_warning, measure
 from ..follow import DROPPED, FollowedModule, Mode, PassSettings, Steering
 from ..reporting import group_names
@@ -88,10 +88,6 @@ class RolesOfPlan:
         self.recompute: Mapping[int, Policy] = {
             k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
         }
-        # What a later group saves drives an incremental release, so that has to be seen too.
-        self.incremental = any(
-            action.do is Do.INCREMENTAL_RELEASE for actions in plan.steps.values() for action in actions
-        )
 
         @lru_cache(maxsize=64)  # of a model whose order changes
         def roles(order: tuple[GroupKey, ...]) -> Roles:
@@ -126,7 +122,7 @@ class ByPlan(BySchedule):
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""
         if not done.partly:
-            self._mode = Mode.WHOLE if done.adopted or self._roles.incremental else Mode.SCOPED
+            self._mode = Mode.WHOLE if done.adopted else Mode.SCOPED
         ways = self._ways | dict(zip(sequence, (layer.recomputed for layer in done.layers), strict=False))
         if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
             self._log.forward_done(done, sequence)

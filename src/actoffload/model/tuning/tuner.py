@@ -313,7 +313,7 @@ class Tuner:
         if not roles.plan.offloaded and not recompute:
             self._engine.counters.passes += 1
             return PassSettings(Mode.IDLE)
-        mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
+        mode = Mode.WHOLE if found.adopts else Mode.SCOPED
         return PassSettings(mode, self._plans.order, roles.roles, recompute)
 
     def _whole(self) -> PassSettings:
