@@ -29,7 +29,7 @@ def measured(rate: float = 200.0) -> list[Measured]:
 
 
 def tried(seconds: float, *peaks: int) -> list[Tried]:
-    return [Tried(seconds, None, peak) for peak in peaks]
+    return [Tried(seconds, peak) for peak in peaks]
 
 
 def ask(plans: Plans) -> Generator[Plans, list[Tried], list[Tried]]:
@@ -89,18 +89,17 @@ def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
 # Copies of a stage
 
 
-def copied(rank: int, limit: int | None, *, bare: bool = True) -> Measured:
-    return Measured(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit, bare=bare)
+def copied(rank: int, limit: int | None) -> Measured:
+    return Measured(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit)
 
 
 def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first():
     first = [copied(0, 5), copied(1, None), copied(2, 7)]
-    second = [copied(3, 4, bare=False), copied(4, 9), copied(5, 8)]
+    second = [copied(3, 4), copied(4, 9), copied(5, 8)]
     found = agreed([first, second])
     assert [each.limit for each in found] == [4, 9, 7]
     assert [each.rank for each in found] == [0, 1, 2]
     assert [each.link.d2h - 1e9 for each in found] == [0, 1, 2]
-    assert [each.bare for each in found] == [False, True, True]
     assert agreed([first, [*second[:2], None]]) is None
 
 

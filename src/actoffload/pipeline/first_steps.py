@@ -3,16 +3,12 @@
 `[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
 everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
 That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
-time is measured, the second step is the same, for the rates of copies with all ranks copying.
+time is measured, the second step is the same, for the times, and for the rates of copies with all ranks copying.
 
-If everything fits in all ranks, the third step offloads nothing, for the times.  Otherwise, where groups may be
-recomputed, two more steps recompute and offload everything: the first proves the programs of the groups and times their
-operators, the second is measured.
-
-Then plans are tried: see `planning` [Note: trial of the plans].  The first step with a plan follows all groups, the
-next one is timed.  Where a plan should cost nothing, and everything fits, two are timed, and two that offload and
-recompute nothing.  (In the third of all steps most of the memory is allocated.)  So the plans are final after eight
-steps, or four and two for each that is tried.
+If everything fits in all ranks, the third step keeps everything, and nothing is followed from then on.  Otherwise,
+where groups may be recomputed, two more steps recompute and offload everything: the first proves the programs of the
+groups and times their operators, the second is measured.  Then plans are tried: see `planning` [Note: trial of the
+plans].  The first step with a plan takes host memory, the next one is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import within
 from ..replay import policy_for, saving
 from ..schedule.costs import LayerCost, Link
-from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
+from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, stage_cost
 from ..tune.meter import Standing, StepMeter
@@ -50,7 +46,6 @@ from .stages import RankStage, has_grown
 __all__ = ["FirstSteps", "Script", "Stage"]
 
 TRIES = 2  # to measure recomputation, where a rank ran other groups in the first time
-COMPARED = 2  # steps that are timed with a plan, and without, where they should take as long: one may be slow by chance
 
 
 class Stage(enum.Enum):
@@ -58,9 +53,7 @@ class Stage(enum.Enum):
 
     FIRST = "the first one of its kind, which is not measured"
     LEAN = "everything is offloaded; its groups, copies and memory are measured"
-    BARE = "nothing is offloaded, if that fits; its groups are timed"
     PLAN = "a plan is followed; the whole step is timed"
-    WITHOUT = "nothing is offloaded or followed; the whole step is timed"
 
 
 Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
@@ -77,8 +70,8 @@ class FirstSteps:
         self._rank, self._exchange, self._limits = rank, exchange, limits
         self.known: list[Measured] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
-        self._copies: StepMeter | None = None  # of a step that offloaded everything
-        self._times: StepMeter | None = None
+        self._lean: StepMeter | None = None  # of the latest step that offloaded everything
+        self._timed: StepMeter | None = None  # of the latest step with a plan
         self._meter: StepMeter | None = None  # of the present step
         self._stage = Stage.FIRST
         self.other_bytes = 0  # of device memory in the whole step, beside what stages have
@@ -88,10 +81,7 @@ class FirstSteps:
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
         self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
-        self._whole: dict[Stage, list[StepMeter]] = {}  # steps that were timed as a whole since a plan is tried
-        self._peak = 0  # of those with the plan
-        self._compares = False  # steps with the plan are compared with steps without offloading
-        self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
+        self._peak = 0  # bytes of device memory in the latest step with a plan
 
     def run(self) -> Script:
         """Yield what the next step is for, exchange what it showed, and return the plans to keep.
@@ -100,17 +90,20 @@ class FirstSteps:
         """
         limits, timed = self._limits, self._backend.times
         yield from self._measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
-        if timed and all(each.bare for each in self.known):
-            yield from self._measure(Stage.BARE)
-        for _ in range(TRIES if limits.may_recompute else 0):
-            if all(each.bare for each in self.known) or all(each.again is not None for each in self.known):
-                break
-            self._recompute()
-            yield from self._measure(Stage.FIRST, Stage.LEAN)
         plans = plans_of(self.known, limits)
-        if not (timed and act(plans)):
+        if not timed:
             return plans
-        self._compares = not limits.given and all(each.bare for each in self.known)
+        if limits.may_recompute and act(plans_of(self.known, Limits())):  # not everything fits
+            for _ in range(TRIES):
+                self._recompute()
+                yield from self._measure(Stage.FIRST, Stage.LEAN)
+                if all(each.again is not None for each in self.known):
+                    break
+                self._plain = None  # of other groups than those that ran
+                for stage in self._stages:
+                    stage.steering.recompute({})
+                yield from self._measure(Stage.LEAN)
+            plans = plans_of(self.known, limits)
         return (yield from keep_best(plans, self.known, limits, self._try))
 
     def _measure(self, *stages: Stage) -> Generator[tuple[Stage, Plans], None, None]:
@@ -126,19 +119,17 @@ class FirstSteps:
         return next(each for each in self.known if each.rank == self._rank)
 
     def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
-        """Yield steps with some plans, and to compare also without offloading; return what all ranks saw."""
-        self._whole, self._peak = {}, 0
-        yield Stage.FIRST, plans
-        for _ in range(2 * COMPARED if self._compares else 1):
-            yield self._missing() or Stage.FIRST, ()
+        """Yield steps with some plans until one was timed in all ranks; return what they saw."""
+        self._timed = None
+        yield (Stage.FIRST if act(plans) else Stage.PLAN), plans
+        if act(plans):
+            yield Stage.PLAN, ()
         while True:
-            missing = self._missing()
-            gathered = self._exchange.gather(None if missing else self._tried())
+            gathered = self._exchange.gather(self._tried())
             found = [each for ranks in gathered for each in ranks if each is not None]
             if len(found) == sum(map(len, gathered)):
-                self._compares = False  # only the first plan
                 return found
-            yield missing or Stage.FIRST, ()
+            yield Stage.PLAN, ()
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
@@ -147,28 +138,19 @@ class FirstSteps:
             return
         self._backend.allocated()  # resets the peak
         engine = self._conductor.engine
-        if stage in (Stage.PLAN, Stage.WITHOUT):
+        if stage is Stage.PLAN:
             # None of its groups is timed: that would take time of the host, which may be what counts.
             self._meter = StepMeter(self._backend, engine.counters)
-        if stage is Stage.WITHOUT:
-            for each in self._stages:
-                each.steering.unfollowed = True
-        if stage in (Stage.LEAN, Stage.BARE):
-            for each in self._stages:
-                each.steering.operators = None  # a step in which operators are timed takes longer
-            bare = stage is Stage.BARE and self._copies is not None and self._fits_bare() and self._known
+        if stage is Stage.LEAN:
             with engine.lock:
                 engine.counters.reset()
-            self._stage = Stage.BARE if bare else Stage.LEAN
             standing = dict[int, Standing]()
             for each in self._stages:
-                each.steering.bare = bare
-                # Memory is read in steps that are not bare: the others show the times.
-                if not bare:
-                    self._gradients[each.index] = each.steering.gradients
-                    boundary, output = kept_outputs(each.index, self._conductor.learned)
-                    boundary += each.steering.outside
-                    standing[each.index] = Standing(boundary, output, sum(self._gradients[each.index]))
+                each.steering.operators = None  # a step in which operators are timed takes longer
+                self._gradients[each.index] = each.steering.gradients
+                boundary, output = kept_outputs(each.index, self._conductor.learned)
+                boundary += each.steering.outside
+                standing[each.index] = Standing(boundary, output, sum(self._gradients[each.index]))
             self._meter = StepMeter(self._backend, engine.counters, standing)
             engine.record(self._meter)
             self._conductor.watching = self._meter.note
@@ -176,40 +158,27 @@ class FirstSteps:
     def end(self, *, failed: bool) -> None:
         """End a step."""
         meter, engine = self._meter, self._conductor.engine
-        self._meter = self._conductor.watching = self.kept_bytes = None
+        self._meter = self._conductor.watching = None
         if meter is None:
             return
         meter.end()
         if engine.recorder is meter:
             engine.record(None)
-        if self._stage is Stage.WITHOUT:
-            self.kept_bytes = self._most_saved(self._conductor.learned.order)
-        for stage in self._stages:
-            stage.steering.bare = stage.steering.unfollowed = False
         if failed:
             return
-        if self._stage in (Stage.PLAN, Stage.WITHOUT):
-            self._whole.setdefault(self._stage, []).append(meter)
-            if self._stage is Stage.PLAN:
-                self._peak = max(self._peak, (self._backend.allocated() or (0, 0))[1])
+        if self._stage is Stage.PLAN:
+            self._timed, self._peak = meter, (self._backend.allocated() or (0, 0))[1]
             return
-        if self._stage is Stage.LEAN:
-            self._copies = meter
-            # With recomputation it has what stays for a weight backward, which the costs have, too.
-            self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
-        self._times = meter
+        self._lean = meter
+        # With recomputation it has what stays for a weight backward, which the costs have, too.
+        self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
 
-    def _missing(self) -> Stage | None:
-        """Return of which kind not enough whole steps were timed."""
-        count, stages = (COMPARED, (Stage.PLAN, Stage.WITHOUT)) if self._compares else (1, (Stage.PLAN,))
-        return next((stage for stage in stages if len(self._whole.get(stage, ())) < count), None)
-
-    def _tried(self) -> Tried:
-        """Return what the trial of a plan showed."""
-        for meter in (meter for meters in self._whole.values() for meter in meters):
-            meter.wait()
-        seconds = {stage: min(meter.seconds() for meter in meters) for stage, meters in self._whole.items()}
-        return Tried(seconds[Stage.PLAN], seconds.get(Stage.WITHOUT), self._peak)
+    def _tried(self) -> Tried | None:
+        """Return what the latest step with a plan showed; None if there was none."""
+        if self._timed is None:
+            return None
+        self._timed.wait()
+        return Tried(self._timed.seconds(), self._peak)
 
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
@@ -218,26 +187,6 @@ class FirstSteps:
             groups = (group for stage in self._stages for group in stage.steering.saved)
             limit = usable(limit, max((nbytes for group in groups for _, nbytes in group), default=0))
         return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
-
-    def _fits_bare(self) -> bool:
-        """Return whether a step without offloading fits into the memory of the device."""
-        limit = self.limit()
-        temporary = 0 if self._copies is None else max(self._copies.temporaries().values(), default=0)
-        gradients = sum(map(sum, self._gradients.values()))
-        others = self.other_bytes + gradients + temporary
-        return limit is None or others + self._most_saved(self._conductor.learned.order) <= limit
-
-    def _most_saved(self, order: Sequence[Step]) -> int:
-        """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
-        sizes = {stage.index: stage.steering.outside + sum(stage.steering.sizes) for stage in self._stages}
-        now = most = 0
-        for step in order:
-            if step.computation is Computation.FORWARD:
-                now += sizes[step.stage]
-            elif step.computation is not Computation.BACKWARD_INPUT:
-                now -= sizes[step.stage]
-            most = max(most, now)
-        return most
 
     def measured(self, plan: PipelinePlan | None = None) -> Measured | None:
         """Return what this rank knows; None if no whole step was seen.
@@ -257,12 +206,10 @@ class FirstSteps:
             other, steering = 0 if k else self.other_bytes, stage.steering
             gradients = self._gradients.get(stage.index, ())
             gradients = gradients if len(gradients) == len(steering.saved) else ()
-            if self._times is not None:
-                self._times.wait()
             found[stage.index] = stage_cost(
-                stage.index, steering.saved, learned, steering.outside, other, gradients, self._times, self._copies
+                stage.index, steering.saved, learned, steering.outside, other, gradients, self._lean
             )
-        mine = Measured(self._rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
+        mine = Measured(self._rank, learned.order, names, found, link, self.limit())
         if self._plain is None or any(
             not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()
         ):
@@ -348,10 +295,10 @@ class FirstSteps:
         """Return the rates of copies, as they were with all ranks copying."""
         if not self._backend.times:
             return Link(getattr(self._backend, "d2h", float("inf")), getattr(self._backend, "h2d", float("inf")))
-        if self._copies is None:
+        if self._lean is None:
             return None
-        self._copies.wait()
-        return measured_link(self._copies) or Link(float("inf"), float("inf"))
+        self._lean.wait()
+        return measured_link(self._lean) or Link(float("inf"), float("inf"))
 
     def outdated(self, plan: PipelinePlan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""

@@ -93,8 +93,9 @@ def offload(
 
     A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
     Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
-    then the ranks exchange what they cost and make the plans of all together.  In a model that is no schedule but the
-    module of a stage, each microbatch is a pass of its own.
+    then the ranks exchange what they cost and make the plans of all together.  If all ranks fit as they are, nothing is
+    offloaded from then on.  In a model that is no schedule but the module of a stage, each microbatch is a pass of its
+    own.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ def offload(
         the memory of the device.  With a schedule it is the limit of each rank.
     delta_bytes_per_rank : int or str, optional
         Of a schedule: bytes, or text such as ``"1GiB"``, by which each rank offloads less than the rank before it,
-        because later ranks have fewer microbatches in flight.  None lets the planner level the peaks of all ranks.
+        because later ranks have fewer microbatches in flight.
     recompute : "auto", bool, callable or list
         What of the groups is computed again in backward, by running the operators whose results were dropped.
         ``"auto"`` lets the planner choose for each group, by measured times, where not everything fits.  True
@@ -232,8 +233,10 @@ def _offload_schedule(
         check_entries("layers", layers)
     check_entries("keep", keep)
     backend, budget = devices.backend(), given["memory_budget"]
+    numbers = (given[name] for name in ("fraction", "max_inflight", "delta_bytes_per_rank", "memory_budget"))
+    without = backend.times or any(number is not None for number in numbers)
     limits = Limits(
-        given["fraction"],
+        given["fraction"] if without else 1.0,
         given["max_inflight"],
         given["delta_bytes_per_rank"],
         None if budget is None else budget_bytes(budget, backend.total_memory()),

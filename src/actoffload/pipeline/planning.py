@@ -1,8 +1,7 @@
 """What the ranks of a pipeline exchange, and the plans of all of them that follow; every rank makes the same.
 
 `[Note: trial of the plans]`  All ranks try their plans in the same steps, and decide from the same numbers, so they
-decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.  If plans
-that should cost nothing cost time in the trial, nothing is offloaded.
+decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.
 
 `[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind each
 kind of measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
@@ -32,7 +31,7 @@ from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import Exchange, RefusedError, register
 from ..tune.exchange import disagreement as different_arguments
-from ..tune.trials import Trial, try_plans
+from ..tune.trials import Trial, fits, try_plans
 
 __all__ = [
     "Limits",
@@ -52,8 +51,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-FREE = 0.01  # of the time of a step
-
 Plans = tuple[PipelinePlan, ...]
 """Of all ranks, in order."""
 
@@ -69,7 +66,6 @@ class Measured:
     link: Link
     limit: int | None = None  # bytes of device memory
     again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
-    bare: bool = False  # a step without offloading fits into its memory
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ class Tried:
     """What one rank knows of a plan that all of them have tried."""
 
     seconds: float  # of a step with the plan
-    without: float | None  # of a step without offloading, where all ranks have room for it
-    peak: int = 0  # bytes of device memory in the steps with the plan; 0 if not known
+    peak: int = 0  # bytes of device memory in that step; 0 if not known
 
 
 register(Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
@@ -95,8 +90,7 @@ def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | N
         if len(known) < len(copies):
             return None
         limit = min((each.limit for each in known if each.limit is not None), default=None)
-        link, bare = Link.slowest(each.link for each in known), all(each.bare for each in known)
-        found.append(replace(known[0], limit=limit, link=link, bare=bare))
+        found.append(replace(known[0], limit=limit, link=Link.slowest(each.link for each in known)))
     return found
 
 
@@ -111,13 +105,14 @@ class Limits:
     may_recompute: bool = False  # where the memory is not enough
 
     @property
-    def given(self) -> bool:
-        """Whether they say how much is offloaded, also where that costs time."""
-        return (self.memory_budget, self.fraction, self.delta_bytes_per_rank) != (None, None, None)
+    def by_hand(self) -> bool:
+        """Whether they say how much is offloaded."""
+        given = self.fraction, self.max_inflight, self.delta_bytes_per_rank
+        return self.memory_budget is None and given != (None, None, None)
 
 
 def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
-    """Return the plans of all ranks."""
+    """Return the plans of all ranks: what the arguments ask for if that fits, otherwise the fastest that fit."""
     names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
@@ -129,14 +124,18 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
         names=names,
         max_inflight=limits.max_inflight,
     )
-    plans: Plans = ()
-    if limits.memory_budget is None:
+    if limits.by_hand:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
-    if not plans or _exceed(plans, measured):
-        least = min(each.limit for each in measured if each.limit is not None)
-        budgets = [least if each.limit is None else each.limit for each in measured]
-        plans = plan(memory_budget=budgets, variants=variants_of(measured))
-    return plans
+        if not _exceed(plans, measured):
+            return plans
+    least = min((each.limit for each in measured if each.limit is not None), default=None)
+    budgets = [least if each.limit is None else each.limit for each in measured]
+    known = [budget for budget in budgets if budget is not None]
+    plans = plan(memory_budget=known, variants=variants_of(measured)) if known else plan(fraction=0.0)
+    return tuple(
+        found if act((found,)) or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
+        for found, budget in zip(plans, budgets, strict=True)
+    )
 
 
 def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
@@ -171,11 +170,9 @@ def decision(plans: Plans) -> str:
 class StepTrial(Trial[Plans]):
     """Plans that all ranks have tried; `over` is what a rank took beyond its limit, or its prediction if that is more.
 
-    `without` are the seconds of a step without offloading; `excess` are bytes by which each rank took more than was
-    predicted.
+    `excess` are bytes by which each rank took more than was predicted.
     """
 
-    without: float | None = None
     excess: tuple[int, ...] = ()
 
 
@@ -204,7 +201,6 @@ def keep_best(
             plans,
             max(each.seconds for each in tried),
             max(max(peak - limit, 0.0) for peak, limit in zip(peaks, limits, strict=True)),
-            max((each.without for each in tried if each.without is not None), default=None),
             tuple(max(peak - most, 0) for peak, most in zip(peaks, planned, strict=True)),
         )
 
@@ -217,13 +213,24 @@ def keep_best(
     chosen, whole = partial(plans_of, limits=limits), partial(whole_replay, limits=limits)
     best = yield from try_plans(plans, run, partial(smaller, chosen))
     assert best is not None
-    other = yield from try_plans(_new(whole(measured), measured, [best]), run, partial(smaller, whole), best)
-    if other is None or other is best:
-        return _after_trial(best, measured, limits)
-    because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
-    because, baseline = f"{because}{milliseconds(best.seconds)}.", plans[0].baseline_seconds
-    kept = (replace(p, seconds=other.seconds, baseline_seconds=baseline, because=because) for p in other.plan)
-    return tuple(kept)
+    planned = max(plan.seconds or 0.0 for plan in best.plan)
+    baseline = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0)
+    kept, because = best, ""
+    if act(best.plan):
+        other = yield from try_plans(_new(whole(measured), measured, [best]), run, partial(smaller, whole), best)
+        if other is not None and other is not best:
+            because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
+            kept, because = other, f"{because}{milliseconds(best.seconds)}."
+    return tuple(
+        replace(
+            plan,
+            seconds=kept.seconds,
+            baseline_seconds=baseline,
+            peak_bytes=(plan.peak_bytes or 0) + more,
+            because=because or plan.because,
+        )
+        for plan, more in zip(kept.plan, kept.excess, strict=True)
+    )
 
 
 def _new(plans: Plans, measured: Sequence[Measured], trials: Sequence[StepTrial]) -> Plans | None:
@@ -253,30 +260,6 @@ def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
     again = [replace(each, costs={stage: cost[stage] for stage in each.costs}, again=None) for each in measured]
     plans = plans_of(again, replace(limits, fraction=0.0, delta_bytes_per_rank=None))
     return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
-
-
-def _after_trial(trial: StepTrial, measured: Sequence[Measured], limits: Limits) -> Plans:
-    """Return what to keep after a trial: its plans, or those that offload nothing."""
-    plans, seconds, without = trial.plan, trial.seconds, trial.without
-    planned = max(plan.seconds or 0.0 for plan in plans)
-    expected, beside = planned * (1 + FREE), f"planned were {milliseconds(planned)}"
-    if without is not None:
-        times = [(plan.seconds, plan.baseline_seconds) for plan in plans]
-        longer = max(planned / baseline if planned and baseline else 1.0 for planned, baseline in times)
-        expected, beside = (longer + FREE) * without, f"without offloading {milliseconds(without)}"
-    if seconds <= expected:
-        return plans
-    took, nothing = f"a step took {milliseconds(seconds)}, {beside}", plans_of(measured, replace(limits, fraction=0.0))
-    if limits.given or act(nothing):
-        return _saying(plans, f"With this plan {took}.")
-    if without is not None:
-        nothing = tuple(replace(plan, seconds=without, baseline_seconds=without) for plan in nothing)
-    return _saying(nothing, f"Nothing is offloaded, because {took}, although copies should have taken no time.")
-
-
-def _saying(plans: Plans, because: str) -> Plans:
-    """Return plans with a further reason."""
-    return tuple(replace(plan, because=f"{plan.because} {because}".strip()) for plan in plans)
 
 
 # Exchanges

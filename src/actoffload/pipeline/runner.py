@@ -148,8 +148,6 @@ class Runner:
         """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
         conductor = self.conductor
         self._first.end(failed=failed)
-        if self._first.kept_bytes is not None:  # the step did not follow the plan
-            return
         if not failed and conductor.plan is not None and not conductor.scoped:
             self._peak = conductor.engine.statistics().peak_resident_bytes
         outdated = any(stage.steering.changed for stage in self.stages)
@@ -184,11 +182,12 @@ class Runner:
 
     def _follow(self, plans: Plans) -> None:
         """Follow the plan of this rank."""
-        self.plans = plans
+        self.plans, before = plans, self.conductor.plan
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
-        self._first.settle(found)
-        self.conductor.scoped = False
+        if before is None or (before.transfers, before.saves) != (found.transfers, found.saves):
+            self._first.settle(found)
+            self.conductor.scoped = False
 
     @property
     def settling(self) -> bool:
@@ -206,9 +205,7 @@ class Runner:
         if not learned.order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
-        peak = self._first.kept_bytes  # of a step in which none of them was seen
-        if peak is None:
-            peak = self._peak if self.conductor.scoped else statistics.peak_resident_bytes
+        peak = self._peak if self.conductor.scoped else statistics.peak_resident_bytes
         forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
         # Until a step has run with a new plan, what the plan expects.
         saved = {

@@ -79,14 +79,11 @@ class StageSteering(Steering):
     ) -> None:
         self._stage, self._conductor = stage, conductor
         self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
-        self._always = policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
         self._latest: tuple[Group, ...] = ()  # in the latest microbatch
         self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
         self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
-        self.bare = False  # offload nothing, to measure the groups
-        self.unfollowed = False  # run as without offloading, to time whole steps
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
         self.changed = False  # groups saved more bytes in a forward in which not all were followed
@@ -144,10 +141,8 @@ class StageSteering(Steering):
             return PassSettings(Mode.IDLE)
         if microbatch is None:  # the metadata inference of the schedule
             return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
-        if self.unfollowed:
-            return PassSettings(Mode.SCOPED, order, recompute=self._always) if self._always else PassSettings(Mode.IDLE)
-        offloaded: frozenset[int] | None = frozenset() if self.bare else None
-        if microbatch.planned and not self.bare:
+        offloaded: frozenset[int] | None = None
+        if microbatch.planned:
             assert conductor.plan is not None
             plan, key = conductor.plan, (microbatch.stage, microbatch.number)
             chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
@@ -157,10 +152,9 @@ class StageSteering(Steering):
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
             every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
             mode = Mode.IDLE if idle and every else Mode.SCOPED
-        policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
         take_times = None if self.operators is None else self.operators.add
-        return PassSettings(mode, order, lambda order: _roles(len(order), offloaded), policies, take_times, begun)
+        return PassSettings(mode, order, lambda order: _roles(len(order), offloaded), self._policies, take_times, begun)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups, and what they save."""
@@ -168,8 +162,6 @@ class StageSteering(Steering):
         self._log.forward_done(done, sequence)
         self.adopts |= done.adopted > 0
         if done.model is None:  # the metadata inference, whose inputs nothing else references
-            return
-        if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
             return
         saved = saved_in(done.layers)
         if not done.partly:

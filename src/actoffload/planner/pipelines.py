@@ -1,4 +1,4 @@
-"""Choose what every rank of a pipeline offloads: what levels their peaks at no cost in time, or within a budget."""
+"""Choose what every rank of a pipeline offloads: as much as is asked for at no cost in time, or within a budget."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ __all__ = ["plan_pipeline"]
 FREE = 0.002
 """Part of the step by which a plan without a cost may take longer."""
 
-PRECISION = 64
-"""The level of the peaks is found within this part of it."""
-
 COSTS = "No plan of this rank"
 """How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
 
@@ -47,8 +44,7 @@ def plan_pipeline(
 ) -> tuple[PipelinePlan, ...]:
     """Return what each rank of a pipeline offloads, and when.
 
-    By default each rank offloads the least that levels the peaks of all ranks as low as is possible without a cost in
-    time: a rank that needs less memory than the level offloads nothing.
+    Without a budget, a fraction or another limit nothing is offloaded.
 
     Parameters
     ----------
@@ -57,11 +53,10 @@ def plan_pipeline(
     names : mapping of int to sequence of str, optional
         Names of the groups of each stage; by default their numbers.
     fraction : float, optional
-        Fraction of the bytes of each microbatch to offload, if there is time to copy them.  The peaks are not leveled
-        then.
+        Fraction of the bytes of each microbatch to offload, if there is time to copy them.
     delta_bytes_per_rank : int or str, optional
         Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
-        `fraction`.  The peaks are not leveled then.
+        `fraction`.
     max_inflight : int, optional
         Groups that are copied to the host at a time, at most, from the start of their forward; what would be one more
         is kept.  Reloads are not limited.
@@ -84,7 +79,9 @@ def plan_pipeline(
     >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
     >>> group = LayerCost.even(2**28, forward=0.010, backward=0.020)
     >>> orders = one_f_one_b(ranks=4, microbatches=16)
-    >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
+    >>> plans = plan_pipeline(
+    ...     orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9), memory_budget="1792MiB"
+    ... )
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
     [1792, 1792, 1792, 1024]
     """
@@ -131,10 +128,7 @@ class _Search:
         found: list[Chosen] = []
         for margin in MARGINS:
             ranks = [replace(choices, margin=margin) for choices in self.choices]
-            found = self._leveled([rank for rank, budget in zip(ranks, budgets, strict=True) if budget is None])
-            for rank, budget in zip(ranks, budgets, strict=True):
-                if budget is not None:
-                    found[rank.rank] = self._within(rank, budget)
+            found = [self._chosen(rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
             if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
                 return found
         return self._without_stalls(found, budgets)
@@ -149,44 +143,12 @@ class _Search:
             worst = max(offloading, key=lambda k: ranks[k].stalled)
             found[worst] = self.choices[worst].nothing, "Offloading would cost time here."
 
-    def _leveled(self, ranks: Sequence[Choices]) -> list[Chosen]:
-        """Return what the ranks without a budget do for the lowest peak that all of them reach at no cost.
-
-        Where a rank waits for another one, it can as well wait for its copies.
-        """
-        found = self._nothing()
-        if self.knobs.given:
-            for rank in ranks:
-                found[rank.rank] = rank.free, ""
-            return found
-        high = max((rank.free.peak_bytes for rank in ranks), default=0)
-        low = max((rank.smallest().peak_bytes for rank in ranks), default=0)
-        found = self._at(ranks, high) or found
-        while high - low > max(high // PRECISION, 1):
-            middle = (low + high) // 2
-            lower = self._at(ranks, middle)
-            if lower is None or self._simulated(lower)[1] > self.allowed:
-                low = middle
-            else:
-                found, high = lower, max(lower[rank.rank][0].peak_bytes for rank in ranks)
-        return [(placement, f"No rank needs more than {size(high)}.") for placement, _ in found]
-
-    def _nothing(self) -> list[Chosen]:
-        return [(choices.nothing, "") for choices in self.choices]
-
-    def _at(self, ranks: Sequence[Choices], level: int) -> list[Chosen] | None:
-        """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
-        found = self._nothing()
-        for rank in sorted(ranks, key=lambda rank: -rank.free.peak_bytes):
-            best = rank.within(level, partial(self.ranks.alone, rank.rank), self.allowed)
-            if best is None or best[1] > self.allowed:
-                return None
-            found[rank.rank] = best[0], ""
-        return found
-
-    def _within(self, rank: Choices, budget: int) -> Chosen:
-        """Return what a rank with a budget does, and why."""
-        if self.knobs.given and rank.free.peak_bytes <= budget:
+    def _chosen(self, rank: Choices, budget: int | None) -> Chosen:
+        """Return what a rank does, and why."""
+        knobs = self.knobs
+        if budget is None and not knobs.given and knobs.max_inflight is None:
+            return rank.nothing, ""
+        if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
             return rank.free, ""
         found = rank.within(budget, partial(self.ranks.alone, rank.rank), self.allowed)
         if found is None:

@@ -193,8 +193,7 @@ def stage_cost(
     outside: int = 0,
     other_bytes: int = 0,
     gradients: Sequence[int] = (),
-    times: StepMeter | None = None,
-    memory: StepMeter | None = None,
+    meter: StepMeter | None = None,
 ) -> StageCost:
     """Return the cost of a stage.
 
@@ -210,15 +209,15 @@ def stage_cost(
         Bytes that a microbatch saves in no group, and bytes that are always on the device.
     gradients : sequence of int
         Bytes that each group allocates for gradients.
-    times, memory : StepMeter, optional
-        Of steps that show how long groups take, and what they allocate for a time.  Without, all take the same time.
+    meter : StepMeter, optional
+        Of a step that shows how long groups take, and what they allocate for a time.  Without, all take the same time.
     """
     # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
     late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
     split = learned.split.get(stage, False) or (stage > 0 and stage in late)
-    most = {} if memory is None else memory.temporaries(stage)
+    most = {} if meter is None else meter.temporaries(stage)
     groups, splits = [], []
-    for k, (forward, backward, halves) in enumerate(_group_times(stage, len(saved), times, split=split)):
+    for k, (forward, backward, halves) in enumerate(_group_times(stage, len(saved), meter, split=split)):
         groups.append(
             LayerCost(
                 forward.seconds,

@@ -12,7 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Trial", "try_plans"]
+from .._text import size
+
+__all__ = ["Trial", "fits", "try_plans"]
 
 TRIES = 3  # plans of a kind that are tried because those before took more than the limit
 
@@ -63,3 +65,10 @@ def try_plans(
         slower = before is not None and not before.over and trial.seconds >= before.seconds
         plan = None if not trial.over or slower or len(trials) == TRIES else smaller(trials)
     return best
+
+
+def fits(peak: int, limit: int | None) -> str:
+    """Return why a plan keeps everything."""
+    if limit is None:
+        return "Nothing is offloaded: the memory of the device is not known."
+    return f"Fits: {size(peak)} of {size(limit)}; nothing to do."

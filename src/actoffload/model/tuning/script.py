@@ -25,7 +25,6 @@ from math import inf
 from operator import attrgetter
 from typing import TypeAlias
 
-from ..._text import size
 from ..._torch.modules import is_compiled
 from ...device.base import Backend, current_stream, usable
 from ...engine.engine import Engine
@@ -37,7 +36,7 @@ from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...tune.costs import gradient_bytes, layer_costs, measured_link
-from ...tune.trials import Trial, try_plans
+from ...tune.trials import Trial, fits, try_plans
 from ..follow import FollowedModule
 from ..reporting import group_names
 from .findings import NO_LINK, Findings, Room
@@ -206,7 +205,7 @@ class Script:
         found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
         if found.limit is None or found.bare.nbytes <= found.limit:
             nbytes = tuple(cost.nbytes for cost in whole)
-            plan = Plan(len(names), names=names, nbytes=nbytes, because=_fits(found.bare.nbytes, found.limit))
+            plan = Plan(len(names), names=names, nbytes=nbytes, because=fits(found.bare.nbytes, found.limit))
             plan = replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline)
             return found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
         return found.chosen()
@@ -288,7 +287,7 @@ class Script:
         assert best is not None
         plan = found.plan = best.plan
         if idle(plan):
-            because = _fits(plan.peak_bytes or 0, found.limit) if not best.over else plan.because
+            because = fits(plan.peak_bytes or 0, found.limit) if not best.over else plan.because
             return replace(plan, because=because)
         plan = found.plan = self._as_timed(plan, best.seconds)
         if found.in_flight > 1 or plan.peak_bytes is None:
@@ -391,12 +390,6 @@ def idle(plan: Plan | None) -> bool:
 def does_the_same(plan: Plan, other: Plan) -> bool:
     """Return whether two plans do the same, whatever is expected of them."""
     return (plan.steps, plan.saves, plan.holds) == (other.steps, other.saves, other.holds)
-
-
-def _fits(peak: int, limit: int | None) -> str:
-    """Return why a plan keeps everything."""
-    room = "" if limit is None else f" {size(peak)} of {size(limit)}"
-    return f"Fits:{room}; nothing to do." if room else "Nothing is offloaded: the memory of the device is not known."
 
 
 def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:
