@@ -51,8 +51,8 @@ def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
 
 def test_rows_are_those_of_the_plan_where_whole_replay_was_tried_last():
     _device, model, handle = small(1e6, memory=2 * MIB)
-    tried = stages(handle, lambda: step(model), 7)
-    assert tried == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "", ""]
+    tried = stages(handle, lambda: step(model), 8)
+    assert tried == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "PLAN", "", ""]
     plan, report = handle.plan, handle.report()
     assert plan.offloaded == (0, 1, 2, 3, 4)
     assert not plan.recomputed
