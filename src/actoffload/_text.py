@@ -15,6 +15,7 @@ __all__ = [
     "byte_unit",
     "fold",
     "fold_names",
+    "line_name",
     "milliseconds",
     "name_pattern",
     "numberless",
@@ -88,6 +89,11 @@ def fold_names(names: Iterable[str], most: int = 3) -> str:
             parts += [(name, 1) for name in run]
     more = sum(number for _, number in parts[most:])
     return ", ".join(text for text, _ in parts[:most]) + (f" and {more} more" if more else "")
+
+
+def line_name(names: Sequence[str], things: str) -> str:
+    """Return the name of a line of a table that stands for several things, of which each has its values."""
+    return fold_names(names) + (f" ({len(names)} {things}, each)" if len(names) > 1 else "")
 
 
 def _successors(name: str, steps: int) -> dict[str, str]:

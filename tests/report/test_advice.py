@@ -254,6 +254,13 @@ def test_nothing_is_offloaded():
     assert "600.0 MiB of 608.0 MiB" in only(advise(report(*some)))
 
 
+def test_what_is_offloaded_without_a_lower_peak_is_named():
+    freed = {"expected_bytes": 900 * MIB, "dropped_bytes": 900 * MIB}
+    sentence = only(advise(report(**freed, peak_resident_bytes=1150 * MIB)))
+    assert_has(sentence, "900.0 MiB were offloaded", "only 50.0 MiB lower", "smaller groups", "or offload nothing")
+    assert only(advise(report(**freed, peak_resident_bytes=1100 * MIB))).startswith("Nothing to change")
+
+
 def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
     kept = {Reason.SMALL: (9, 200 * MIB), Reason.MARKED: (2, 400 * MIB), Reason.LAYOUT: (9, 200 * MIB)}
     outside = {Reason.OUTSIDE: (1, 900 * MIB)}

@@ -177,7 +177,7 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
     def first(**more: object) -> str:
         return str(report(**more)).split("\n")[0]
 
-    counted = "Saves 1.88 GiB of 3.30 GiB of activations at the end of the forward."
+    counted = "Saves 1.88 GiB of 3.30 GiB of activations at the peak."
     assert first() == f"{counted} For what it costs in time, record a step with handle.recording()."
     assert first(times=False) == counted
     peaks = {"peak_bytes": 3 * 2**30, "baseline_peak_bytes": 5 * 2**30}
@@ -189,10 +189,13 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
     assert first(**peaks, **seconds, times=False) == counted, "they are of another device"
     groups = (block(0, forward_stall_seconds=0.01), block(5))
     assert first(groups=groups, step_seconds=0.1).endswith(" Compute stalled for 10.0 % of the step.")
-    replayed = (recomputed(0, 448 * MIB), block(5))
-    assert first(groups=replayed, outside=None, dropped_bytes=0).startswith(
-        "Saves 448.0 MiB of 962.0 MiB of saved and recomputed activations at the end of the forward."
-    )
+    replayed = {"groups": (recomputed(0, 448 * MIB), block(5)), "outside": None, "dropped_bytes": 0}
+    many = "962.0 MiB of saved and recomputed activations at the"
+    assert first(**replayed, peak_resident_bytes=512 * MIB).startswith(f"Saves 448.0 MiB of {many} peak.")
+    assert first(**replayed, peak_resident_bytes=900 * MIB).startswith(f"Saves 60.0 MiB of {many} peak.")
+    assert first(**replayed, waiting_passes=1).startswith(f"Saves 448.0 MiB of {many} end of the forward.")
+    assert (report().saved_at_peak, report(later_bytes=128 * MIB).saved_at_peak) == (1920 * MIB, 2048 * MIB)
+    assert report(dropped_bytes=None).saved_at_peak is None
     assert first(groups=(block(5),)) == "Nothing is offloaded or recomputed."
     assert report().to_markdown().startswith(counted)
 

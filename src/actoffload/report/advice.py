@@ -114,6 +114,10 @@ def _offloaded(report: Report) -> Iterator[Advice]:
         but = f"Nothing was offloaded, although the plan offloads {report.offloaded_share} groups"
         sentence = f"{but}: {could} of {everything} of activations in these groups can be offloaded."
         yield report.activation_bytes, sentence
+    less = report.saved_at_peak
+    if not totals.bytes_not_freed and less is not None and less < LARGE * totals.bytes_offloaded:
+        but = f"{size(totals.bytes_offloaded)} were offloaded, but the peak is only {size(less)} lower"
+        yield totals.bytes_offloaded, f"{but}: choose smaller groups with layers, or offload nothing."
 
 
 def _kept(report: Report) -> Iterator[Advice]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._text import Printable, Table, fold, fold_names, name_pattern, percent, size, size_or_dash
+from .._text import Printable, Table, fold, line_name, name_pattern, percent, size, size_or_dash
 from .report import Report
 
 __all__ = ["PipelineReport", "RankReports", "gather_reports"]
@@ -96,10 +96,7 @@ class RankReports(Printable):
         rows = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
         table = []
         for same in fold(range(len(rows)), lambda k: rows[k]):
-            ranks = fold_names([str(self.ranks[k]) for k in same]) + (
-                f" ({len(same)} ranks, each)" if len(same) > 1 else ""
-            )
-            table.append((ranks, *rows[same[0]]))
+            table.append((line_name([str(self.ranks[k]) for k in same], "ranks"), *rows[same[0]]))
         if several := len(rows) > 1:
             table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
         note = ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import Any
 
-from .._text import Printable, Table, fold, fold_names, milliseconds, numberless, percent, size, size_or_dash
+from .._text import Printable, Table, fold, fold_names, line_name, milliseconds, numberless, percent, size, size_or_dash
 from ..engine.statistics import Reason
 from .holders import HeldStorage, merge_held
 
@@ -282,6 +282,15 @@ class Report(Printable):
         return None if not self.times or not self.step_seconds or waited is None else waited / self.step_seconds
 
     @property
+    def saved_at_peak(self) -> int | None:
+        """Bytes of activations that were not on the device when most were; None if not known."""
+        totals, peak, dropped = self.totals, self.peak_resident_bytes, self.dropped_bytes
+        if peak is None or dropped is None or self.waiting_passes or not self._knows_recomputed:
+            return None
+        less = totals.bytes_saved - peak, dropped + self.later_bytes
+        return max(min(less) + totals.bytes_recomputed, 0)
+
+    @property
     def gain(self) -> str:
         """What is saved against no offloading, and what that costs in time, in sentences; empty without groups."""
         totals, peak, without = self.totals, self.peak_bytes, self.baseline_peak_bytes
@@ -290,8 +299,10 @@ class Report(Printable):
         if self.times and peak and without:
             saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}."
         else:
-            less = size((self.dropped_bytes or 0) + totals.bytes_recomputed)
-            saved = f"Saves {less} of {size(self.computed_bytes)} of {self.counted} at the end of the forward."
+            less, when = self.saved_at_peak, "at the peak"
+            if less is None:
+                less, when = (self.dropped_bytes or 0) + totals.bytes_recomputed, "at the end of the forward"
+            saved = f"Saves {size(less)} of {size(self.computed_bytes)} of {self.counted} {when}."
         if self.slower is not None:
             both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
             return f"{saved} A pass takes {both} ({self.slower * 100:+.1f} %)."
@@ -347,10 +358,9 @@ def _groups_table(report: Report) -> Table:
     shown = [title for title, cell in sums.items() if cell != "-" and (report.times or title not in TIMES)]
     rows = []
     for line in fold(groups, _look):
-        first, name, cells = line[0], fold_names([group.name for group in line]), _cells(line)
+        first, name, cells = line[0], line_name([group.name for group in line], "groups"), _cells(line)
         part, whole = first.offloaded_calls, first.calls
         offload = f"{part} of {whole}" if 0 < part < whole else "yes" if first.offloaded else "no"
-        name = f"{name} ({len(line)} groups, each)" if len(line) > 1 else name
         rows.append((name, first.kind, offload, str(whole), *(cells[title] for title in shown)))
     if groups:
         rows.append(
