@@ -43,10 +43,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("counts", [COUNTS, [0, 0, 4], [4], [0, 0]], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "dtype", "way", "counts"),
+    [
+        *((a, d, "counts", COUNTS) for a in ACTIVATIONS for d in (torch.float64, torch.float32, torch.bfloat16)),
+        *(("swiglu", torch.float32, way, n) for way in WAYS for n in (COUNTS, [0, 0, 4], [4], [0, 0])),
+    ],
+    ids=str,
+)
 def test_the_arithmetic_of_plain_autograd(activation, dtype, way, counts):
     leaves = operands(activation, dtype, counts)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]

@@ -164,35 +164,57 @@ def test_what_is_saved_outside_names_the_module_to_choose():
 # Not freed
 
 
+def not_freed(nbytes: dict[int, int]) -> list[GroupReport]:
+    """Return four groups, of some of which bytes are not freed."""
+    return [block(k, offloaded=k < 3, bytes_not_freed=nbytes.get(k, 0)) for k in range(4)]
+
+
 def test_what_refers_to_memory_that_is_not_freed_is_named_with_its_share():
-    groups = [block(k, offloaded=k < 3, bytes_not_freed=123 * MIB if k == 1 else 0) for k in range(4)]
     held = HeldStorage("layers.1", 123 * MIB, (attribute("cache", "encoder (Encoder)"), Holder("global", ("x",), "a")))
-    sentence = only(advise(report(*groups, held=(held,))))
+    sentence = only(advise(report(*not_freed({1: 123 * MIB}), held=(held,))))
     assert_has(sentence, "41.0 %", "layers.1", "123.0 MiB of 300.0 MiB", *map(str, held.holders))
 
 
 def test_equal_holders_of_many_groups_are_one_sentence():
-    groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 3 else 0) for k in range(4)]
     held = tuple(HeldStorage(f"layers.{k}", 30 * MIB, (attribute("seen", f"layers.{k} (Block)"),)) for k in range(3))
-    sentence = only(advise(report(*groups, held=held)))
+    sentence = only(advise(report(*not_freed(dict.fromkeys(range(3), 30 * MIB)), held=held)))
     assert_has(sentence, "10.0 %", "3 groups (layers.0 ... 2)", "90.0 MiB of 900.0 MiB", str(held[0].holders[0]))
     assert "other groups" in sentence
 
 
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
-    groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 2 else 0) for k in range(4)]
-    unnamed, unseen = advise(report(*groups, held=(HeldStorage("layers.1", 20 * MIB),)))
+    unnamed, unseen = advise(
+        report(*not_freed(dict.fromkeys(range(2), 30 * MIB)), held=(HeldStorage("layers.1", 20 * MIB),))
+    )
     assert_has(unnamed, "6.7 %", "2 groups (layers.0, layers.1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
     assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, a library, or C++")
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])
 def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
-    groups = [block(k, offloaded=k < 3, bytes_not_freed=nbytes if k == 0 else 0) for k in range(4)]
     held = HeldStorage("layers.0", nbytes, (Holder("input", ("",), "the model"),), is_input=True)
-    sentence = only(advise(report(*groups, held=(held,))))
+    sentence = only(advise(report(*not_freed({0: nbytes}), held=(held,))))
     assert ("because of the input of the model: inputs are freed" in sentence) is said
     assert sentence.startswith("Nothing to change") is not said
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "words"),
+    [
+        ("past_key_values.layers[0].keys", "output", "use_cache=False"),
+        ("['inner'].past_key_values.layers[0].keys", "output", "use_cache=False"),
+        ("cache.layers[0].keys", "output", "use_cache=False"),
+        ("decoder_hidden_states[1]", "output", "output_hidden_states=False"),
+        ("attentions[0]", "output", "output_attentions=False"),
+        ("[1]['seen'][2]", "output", "return only what the loss needs"),
+        ("kwargs['input_ids']", "input", "mark_not_offload"),
+        ("args[0].layers[0].keys", "input", "mark_not_offload"),
+        ("", "output", "return only what the loss needs"),
+    ],
+)
+def test_what_to_do_about_inputs_and_outputs(path, kind, words):
+    held = HeldStorage("layers.1", 30 * MIB, (Holder(kind, (path,), "the model"),))
+    assert words in only(advise(report(*not_freed({1: 30 * MIB}), held=(held,))))
 
 
 # Reloads on demand, stalls, nothing offloaded

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from virtual_time import Work
-from whole_model import UNIT, Attention, Block, Mlp, Transformer, data, offload
+from virtual_time import Timed
+from whole_model import UNIT, Attention, Block, Mlp, Transformer, Waves, data, offload
 
 from actoffload.device import ReferenceDevice
 from actoffload.report import Report
@@ -28,31 +27,12 @@ class Clock(ReferenceDevice):
     times = True
 
 
-class Timed(nn.Module):
-    """Saves 1024 bytes, and computes one virtual second in each direction."""
-
-    def __init__(self, device: Clock) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.device = device
-
-    def forward(self, x: Tensor) -> Tensor:
-        payload = torch.ones(1024, dtype=torch.uint8)
-        return Work.apply(x * self.scale, self.device, 1.0, 1.0, payload)
-
-
-class Slow(nn.Module):
+class Slow(Waves):
     """Eight blocks, over a link that takes twice as long as compute."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.device = Clock(512.0, 512.0)
-        self.blocks = nn.ModuleList([Timed(self.device) for _ in range(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__(8, lambda: Timed(self.device))
 
 
 def followed(make: Make, options: dict[str, Any]) -> Report:
@@ -166,7 +146,7 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(parts, options)
 def test_advice_about_any_model_improves_something(parts, options):
     def make() -> nn.Module:

@@ -12,12 +12,8 @@ from report_samples import Box, address, attribute, find_holders, input_, make, 
 from torch import nn
 from whole_model import Waves, data, offload
 
-from actoffload.report import GroupReport, HeldStorage, Holder, Report
-from actoffload.report.advice import advise
+from actoffload.report import HeldStorage, Holder
 from actoffload.report.holders import merge_held
-
-MIB = 2**20
-
 
 # Names
 
@@ -136,39 +132,3 @@ def test_the_tensors_of_one_cache_are_one_line():
     assert held(*cache) == [["global `c['k'][0]` and 2 more of module m"]]
     assert held(attribute("a[0]", "m.0"), attribute("a[1]", "m.1")) == [["attribute `a[0]` of m.0"]]
     assert len(held(attribute("a", "m"), attribute("b", "m"))) == 2
-
-
-# Advice
-
-
-def returned(k: int, path: str, kind: str = "output") -> HeldStorage:
-    return HeldStorage(f"layers.{k}", 30 * MIB, (Holder(kind, (path,), "the model"),))
-
-
-def advised(*held: HeldStorage) -> str:
-    groups = []
-    for k in range(4):
-        left = 300 * MIB if k < 3 else 0
-        not_freed = sum(storage.nbytes for storage in held if storage.group == f"layers.{k}")
-        numbers = {"offloaded": k < 3, "bytes_saved": 300 * MIB, "bytes_offloaded": left, "bytes_reloaded": left}
-        groups.append(GroupReport(f"layers.{k}", **numbers, bytes_not_freed=not_freed))
-    (sentence,) = advise(Report(tuple(groups), held=held))
-    return sentence
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "words"),
-    [
-        ("past_key_values.layers[0].keys", "output", "use_cache=False"),
-        ("['inner'].past_key_values.layers[0].keys", "output", "use_cache=False"),
-        ("cache.layers[0].keys", "output", "use_cache=False"),
-        ("decoder_hidden_states[1]", "output", "output_hidden_states=False"),
-        ("attentions[0]", "output", "output_attentions=False"),
-        ("[1]['seen'][2]", "output", "return only what the loss needs"),
-        ("kwargs['input_ids']", "input", "mark_not_offload"),
-        ("args[0].layers[0].keys", "input", "mark_not_offload"),
-        ("", "output", "return only what the loss needs"),
-    ],
-)
-def test_what_to_do_about_inputs_and_outputs(path, kind, words):
-    assert words in advised(returned(1, path, kind))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import forward, make, min_elements
 from torch import nn
-from virtual_time import Work, layer_of
+from virtual_time import PIECE, Timed, layer_of
 from whole_model import WIDTH, Wave, Waves, offload
 
 import actoffload
@@ -20,22 +20,8 @@ from actoffload.engine.statistics import Counters, TimelineRecorder
 from actoffload.report import StepTimeline, build
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost
 
-PIECE = 1024
 MIB = 2**20
 ROWS = MIB // WIDTH // 4  # of one MiB
-
-
-class Timed(nn.Module):
-    """Computes for some virtual seconds forward and backward, and saves 1024 bytes."""
-
-    def __init__(self, device: ReferenceDevice, forward: float, backward: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.device, self.seconds = device, (forward, backward)
-
-    def forward(self, x):
-        payload = torch.ones(PIECE, dtype=torch.uint8)
-        return Work.apply(x * self.scale, self.device, *self.seconds, payload)
 
 
 class Model(nn.Module):

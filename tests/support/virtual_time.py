@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
@@ -11,7 +12,7 @@ from actoffload.engine.engine import Engine
 from actoffload.report import Statistics
 from actoffload.schedule import Kind, LayerCost, Link, Plan, Saved, Simulation, Timeline
 
-__all__ = ["Work", "agree", "costs", "eighths", "execute", "layer_of", "links", "run"]
+__all__ = ["PIECE", "Timed", "Work", "agree", "costs", "eighths", "execute", "layer_of", "links", "run"]
 
 
 class Work(torch.autograd.Function):
@@ -31,6 +32,22 @@ class Work(torch.autograd.Function):
             assert tensor.dtype is torch.uint8
         ctx.device.compute(ctx.behind)
         return grad, None, None, None, None
+
+
+PIECE = 1024
+"""Bytes that a `Timed` saves."""
+
+
+class Timed(nn.Module):
+    """Computes for some virtual seconds forward and backward, and saves one tensor."""
+
+    def __init__(self, device: ReferenceDevice, forward: float = 1.0, backward: float = 1.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.device, self.seconds = device, (forward, backward)
+
+    def forward(self, x):
+        return Work.apply(x * self.scale, self.device, *self.seconds, torch.ones(PIECE, dtype=torch.uint8))
 
 
 class WorkAtOnce(torch.autograd.Function):
