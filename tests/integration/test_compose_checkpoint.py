@@ -19,6 +19,7 @@ from composing import (
     Offload,
     batch,
     both,
+    checkpointing,
     dropping,
     gradients,
     train,
@@ -37,23 +38,12 @@ from actoffload.report import Reason
 variants = pytest.mark.parametrize("reentrant", [False, True])
 
 
-class Checkpointed(Net):
-    """Each block in a checkpointed region."""
-
-    def __init__(self, block: Any = dropping, **options: Any) -> None:
-        super().__init__(block)
-        self.options = options
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, **self.options)
-
-
-class Regions(Checkpointed):
+class Regions(Net):
     """Several blocks in each checkpointed region."""
 
     def __init__(self, each: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.each = each
+        super().__init__(dropping)
+        self.each, self.options = each, options
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -81,7 +71,7 @@ def only_inputs(handle: actoffload.OffloadHandle, offloaded: int = OFFLOADED, re
 @pytest.mark.usefixtures("place")
 @variants
 def test_each_block_in_a_region(reentrant):
-    only_inputs(both(training(lambda: Checkpointed(use_reentrant=reentrant))))
+    only_inputs(both(training(lambda: checkpointing(Net(dropping), use_reentrant=reentrant))))
 
 
 @variants
@@ -181,7 +171,7 @@ def test_selective_checkpointing():
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     choose = functools.partial(create_selective_checkpoint_contexts, policy)
-    only_inputs(both(training(lambda: Checkpointed(Block, use_reentrant=False, context_fn=choose))))
+    only_inputs(both(training(lambda: checkpointing(Net(), use_reentrant=False, context_fn=choose))))
     assert saved
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compose_ranks import CASES, Skipping, compose
+from compose_ranks import CASES, Skipping, compose, shard
 from composing import BLOCKS, OFFLOADED, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
 from processes import LIMIT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from actoffload.report import Reason
 
@@ -78,26 +76,23 @@ def test_several_ranks(ranks, name):
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> Iterator[Any]:
-    """A mesh of one process, this one."""
+def alone(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> Iterator[None]:
+    """A process group of this process alone."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh(place.type, (1,))
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("first", ["sharded", "offloaded"])
-def test_fully_shard_in_one_process(alone, place, first, reshard):
+def test_fully_shard_in_one_process(place, first, reshard):
     def program(offload: Offload) -> list[Tensor]:
         net = Net(dropping).to(place)
         if first == "offloaded":
             handle = offload(net)
-        for block in net.blocks:
-            fully_shard(block, mesh=alone, reshard_after_forward=reshard)
-        fully_shard(net, mesh=alone, reshard_after_forward=reshard)
+        shard(net, reshard_after_forward=reshard)
         if first == "sharded":
             handle = offload(net)
         if handle is not None:
@@ -114,12 +109,11 @@ def test_fully_shard_in_one_process(alone, place, first, reshard):
     assert not copied(handle) & {nbytes // parts for nbytes in weights for parts in (1, 2)}
 
 
-def test_fully_sharded_blocks_that_are_found_by_themselves(alone, place):
+@pytest.mark.usefixtures("alone")
+def test_fully_sharded_blocks_that_are_found_by_themselves(place):
     def program(offload: Offload) -> list[Tensor]:
         net = Net().to(place)
-        for block in net.blocks:
-            fully_shard(block, mesh=alone)
-        fully_shard(net, mesh=alone)
+        shard(net)
         handle = offload(net, layers=None)
         assert handle is None or handle.groups == tuple(f"blocks.{k}" for k in range(BLOCKS))
         return train(net)

@@ -16,8 +16,10 @@ from composing import (
     Mlp,
     Net,
     Offload,
+    autocast,
     batch,
     both,
+    checkpointing,
     copies,
     dropping,
     gradients,
@@ -37,12 +39,6 @@ variants = pytest.mark.parametrize("reentrant", [False, True])
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-def checkpointing(model: Net, reentrant: bool) -> Net:
-    """Put each block into a checkpointed region."""
-    model.call = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)  # type: ignore[method-assign]
-    return model
-
-
 def compiling(model: Net, whole: bool = False) -> Callable[[Tensor], Tensor]:
     """Compile each block, or the whole model."""
     torch._dynamo.reset()
@@ -56,7 +52,7 @@ def compiling(model: Net, whole: bool = False) -> Callable[[Tensor], Tensor]:
 def losses(run: Callable[[Tensor], Tensor], half: bool = False, steps: int = STEPS) -> Iterator[Tensor]:
     """Run steps, a backward each; yield each loss when its backward is done."""
     for k in range(steps):
-        with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+        with autocast() if half else contextlib.nullcontext():
             y = run(batch(k))
         loss = y.float().square().mean()
         del y
@@ -73,7 +69,7 @@ def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
     def program(offload: Offload) -> list[Tensor]:
         model = adapted() if lora else Net(dropping)
         model.inp.requires_grad_(True)  # the reentrant variant needs an input that requires a gradient
-        offload(checkpointing(model, reentrant))
+        offload(checkpointing(model, use_reentrant=reentrant))
         stepping_in_backward(model)
         before = copies(model)
         found = list(losses(model))
@@ -89,7 +85,7 @@ def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
 @pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning")  # Dynamo's own
 def test_checkpointing_and_compiled_blocks_under_autocast_with_accumulation(reentrant):
     def program(offload: Offload) -> list[Tensor]:
-        model = checkpointing(Net(dropping), reentrant)
+        model = checkpointing(Net(dropping), use_reentrant=reentrant)
         compiling(model)
         offload(model)
         results = []
@@ -174,5 +170,5 @@ def test_gradient_penalty_through_checkpointed_regions():
         (slope.square().sum() + y.square().sum()).backward()
         return [x.grad, *gradients(model)]
 
-    statistics = both(training(lambda: checkpointing(Net(Mlp), reentrant=False), loop)).statistics()
+    statistics = both(training(lambda: checkpointing(Net(Mlp), use_reentrant=False), loop)).statistics()
     assert statistics.bytes_reloaded == 2 * statistics.bytes_offloaded == 2 * OFFLOADED * STREAM

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import helpers
 import pytest
 import torch
@@ -11,13 +13,14 @@ from composing import (
     WIDTH,
     Mlp,
     Net,
-    Offload,
+    autocast,
     batch,
     both,
     copies,
     dropping,
     gradients,
     stepping_in_backward,
+    train,
     training,
 )
 from torch import Tensor, nn
@@ -27,18 +30,7 @@ from actoffload.report import Reason
 # Mixed precision
 
 
-def half(offload: Offload) -> list[Tensor]:
-    """Train a model in bfloat16 by autocast."""
-    model = Net(dropping)
-    offload(model)
-    results = []
-    for k in range(STEPS):
-        with torch.autocast(helpers.PLACE.type, torch.bfloat16):
-            y = model(batch(k))
-        y.float().square().mean().backward()
-        results += [y.detach(), *gradients(model)]
-        del y
-    return results
+half = training(lambda: Net(dropping), partial(train, around=autocast))
 
 
 @pytest.mark.usefixtures("place")
@@ -67,7 +59,7 @@ def test_gradient_scaler(overflow):
         scaler = torch.amp.GradScaler(helpers.PLACE.type, init_scale=2.0**10, growth_interval=2)
         scales = []
         for k in range(4):
-            with torch.autocast(helpers.PLACE.type, torch.bfloat16):
+            with autocast():
                 loss = model(batch(k)).float().square().mean()
             if overflow and k == 1:
                 loss = loss * float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from composing import (
     Mlp,
     Net,
     Offload,
+    autocast,
     batch,
     both,
     gradients,
@@ -52,21 +54,11 @@ def adapted() -> Net:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("around", [contextlib.nullcontext, autocast])
 def test_lora_on_frozen_weights(around):
     """No frozen weight is offloaded; `both` checks each copy."""
 
-    def loop(model: Net) -> list[Tensor]:
-        results = []
-        for k in range(STEPS):
-            with around():
-                y = model(batch(k))
-            y.float().square().sum().backward()
-            results += [y.detach(), *gradients(model)]
-            del y
-        return results
-
-    statistics = both(training(adapted, loop)).statistics()
+    statistics = both(training(adapted, partial(train, around=around))).statistics()
     if around is contextlib.nullcontext:
         # Nothing before the first block's attention needs a gradient; from there on each linear saves its weight.
         assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4

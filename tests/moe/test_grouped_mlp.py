@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import same_bits
-from moe_reference import ACTIVATIONS, COUNTS, FFN, HIDDEN, OUT, gradients, operands, reference
+from helpers import no_synchronization, same_bits
+from moe_reference import ACTIVATIONS, COUNTS, FFN, HIDDEN, OUT, gradients, operands, output_gradient, poison, reference
 
 from actoffload.moe import GroupedMLP, grouped_mlp
 from actoffload.moe import grouped_linear as groups
@@ -18,27 +19,34 @@ from actoffload.moe import grouped_linear as groups
 @contextmanager
 def garbage():
     """Fill what torch allocates without setting it with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        assert torch.empty(3).isnan().all()
+        assert torch.empty(3, device=helpers.PLACE).isnan().all()
+        poison()
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 # Values and gradients
 
 
+def on_place(counts: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(counts, dtype=dtype, device=helpers.PLACE)
+
+
 WAYS = {
     "list": lambda counts: {"tokens_per_expert": counts},
     "tuple": lambda counts: {"tokens_per_expert": tuple(counts)},
-    "counts": lambda counts: {"tokens_per_expert": torch.tensor(counts)},
-    "counts of few bits": lambda counts: {"tokens_per_expert": torch.tensor(counts, dtype=torch.uint8)},
-    "offsets": lambda counts: {"tokens_per_expert": None, "offsets": torch.tensor(counts).cumsum(0)},
+    "counts": lambda counts: {"tokens_per_expert": on_place(counts)},
+    "counts of few bits": lambda counts: {"tokens_per_expert": on_place(counts, torch.uint8)},
+    "offsets": lambda counts: {"tokens_per_expert": None, "offsets": on_place(counts).cumsum(0)},
     "int32 offsets": lambda counts: {
         "tokens_per_expert": None,
-        "offsets": torch.tensor(counts).cumsum(0, dtype=torch.int32),
+        "offsets": on_place(counts).cumsum(0, dtype=torch.int32),
     },
 }
 
@@ -47,20 +55,30 @@ WAYS = {
     ("activation", "dtype", "way", "counts"),
     [
         *((a, d, "counts", COUNTS) for a in ACTIVATIONS for d in (torch.float64, torch.float32, torch.bfloat16)),
-        *(("swiglu", torch.float32, way, n) for way in WAYS for n in (COUNTS, [0, 0, 4], [4], [0, 0])),
+        *(("swiglu", d, "list", COUNTS) for d in (torch.float64, torch.float32, torch.float16)),
+        *(("swiglu", torch.bfloat16, way, n) for way in WAYS for n in (COUNTS, [0, 0, 4], [4], [0, 0])),
     ],
     ids=str,
 )
-def test_the_arithmetic_of_plain_autograd(activation, dtype, way, counts):
-    leaves = operands(activation, dtype, counts)
+def test_the_arithmetic_of_plain_autograd(place, activation, dtype, way, counts):
+    leaves, given = operands(activation, dtype, counts), WAYS[way](counts)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    with garbage():
-        y = grouped_mlp(
-            leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], activation=activation, **WAYS[way](counts)
-        )
-        got = [y, *gradients(y, leaves)]
+
+    def run():
+        return grouped_mlp(leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], activation=activation, **given)
+
+    kernel = place.type == "cpu" or (dtype is torch.bfloat16 and groups._has_kernel(place))
+    if way not in ("list", "tuple") and not kernel:
+        with pytest.raises(ValueError, match="Give tokens_per_expert as a list of ints"):
+            run()
+        return
+    weight = output_gradient(run())
+    torch.autograd.grad(run(), leaves, weight)  # libraries set themselves up in the first call
+    with garbage(), no_synchronization():
+        y = run()
+        got = [y, *torch.autograd.grad(y, leaves, weight)]
     want = reference(exact[0], counts, *exact[1:], activation)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}[dtype]
     for mine, theirs in zip(got, [want, *gradients(want, exact)], strict=True):
         assert mine.dtype is dtype
         assert mine.shape == theirs.shape

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import helpers
 import pytest
 import torch
-from helpers import make, min_elements, nothing_held, same_bits
+from helpers import make, min_elements, no_synchronization, nothing_held, same_bits
 from moe_reference import COUNTS, FFN, HIDDEN, gradients, operands, reference
 from torch import Tensor
 
@@ -22,22 +23,31 @@ SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
 TOKENS = 64
 
 
+def dtype_here() -> torch.dtype:
+    """Return the only type for which an accelerator has a kernel, or a more exact one."""
+    return torch.bfloat16 if helpers.PLACE.type == "cuda" else torch.float32
+
+
 def module(**more) -> GroupedMLP:
     torch.manual_seed(3)
-    return GroupedMLP(4, HIDDEN, FFN, **more)
+    return GroupedMLP(4, HIDDEN, FFN, **more).to(helpers.PLACE, dtype_here())
 
 
-def step(mlp, pair, counts, x=None, after=2):
+def tokens() -> Tensor:
+    drawn = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
+    return drawn.to(helpers.PLACE, dtype_here())
+
+
+def step(mlp, pair, counts, x=None):
     """Run the module as the first layer of three, and return the bits that it gives."""
     context, sync = pair
-    leaf = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)) if x is None else x.detach().clone()
-    leaf.requires_grad_()
+    leaf = (tokens() if x is None else x.clone()).requires_grad_()
     mlp.zero_grad()
     y = leaf * 1.0
     with context:
         y = mlp(y, counts)
     y = sync(y)
-    for _ in range(after):
+    for _ in range(2):
         with context:
             y = y * 1.0
         y = sync(y)
@@ -50,17 +60,24 @@ PER_EXPERT = [30, 0, 33, 1]
 
 @pytest.mark.parametrize("counts", [PER_EXPERT, torch.tensor(PER_EXPERT)], ids=["list", "tensor"])
 @pytest.mark.parametrize("kept", [c for n in range(4) for c in itertools.combinations(SAVED, n)], ids="+".join)
-def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts):
-    mlp = module(**{f"keep_{name}": True for name in kept})
+def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts, place):
+    """Without synchronization, where the counts are on the device and all memory is there."""
+    mlp, x = module(**{f"keep_{name}": True for name in kept}), tokens()
+    if isinstance(counts, Tensor):
+        if place.type == "cuda" and not groups._has_kernel(place):
+            pytest.skip("grouped_mm has no kernel for this device")
+        counts = counts.to(place)
     with min_elements(64):
-        want = step(mlp, actoffload.get_cpu_offload_context(), counts)
+        want = step(mlp, actoffload.get_cpu_offload_context(), counts, x)
         context, sync = make(1, 3)
-        for _ in range(2):
+        for k in range(3):
             context.reset_statistics()
-            assert all(map(same_bits, step(mlp, (context, sync), counts), want))
+            with no_synchronization() if k == 2 and isinstance(counts, Tensor) else nullcontext():
+                got = step(mlp, (context, sync), counts, x)
+            assert all(map(same_bits, got, want))
             statistics = context.statistics()
-            offloaded = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
-            staying = [TOKENS * width * 4 for name, width in SAVED.items() if name in kept]
+            offloaded = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name not in kept]
+            staying = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name in kept]
             assert statistics.tensors_offloaded == len(offloaded)
             assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(offloaded)
             assert statistics.reloaded_on_demand == 0
@@ -73,6 +90,7 @@ def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts):
             expected = {reason: entry for reason, entry in expected.items() if entry[0]}
             seen = {r: (statistics.tensors_kept[r], statistics.bytes_kept[r]) for r in statistics.tensors_kept}
             assert seen == expected
+            del got
     nothing_held(context)
 
 

@@ -161,7 +161,7 @@ pytestmark = pytest.mark.timeout(LIMIT + 300)
 @pytest.fixture(scope="module")
 def pair() -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    return run_ranks(rank_main, world=2, device="cpu", limit=LIMIT)
+    return run_ranks(rank_main, world=2, device="cpu")
 
 
 def test_two_processes_see_the_same_table(pair):

@@ -13,15 +13,14 @@ import helpers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
-from processes import LIMIT, run_ranks
+from composing import WIDTH, Block, Net, Offload, both, checkpointing, dropping, gradients, stepping_in_backward, train
+from processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from actoffload import gather_reports
 from actoffload.device import accelerator, chunks
@@ -47,13 +46,6 @@ class Skipping(Net):
         for k, block in enumerate(self.blocks):
             x = block(x) if k != self.forwards % 3 else x
         return self.head(x)
-
-
-class Checkpointed(Net):
-    """Each block in a checkpointed region."""
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=False)
 
 
 class Detached(Block):
@@ -221,7 +213,7 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "ddp around an offloaded model": data_parallel(inside=True),
     "ddp, unused parameters": data_parallel(Skipping, find_unused_parameters=True),
     "ddp, static graph": data_parallel(static_graph=True),
-    "ddp, checkpointed": data_parallel(lambda: Checkpointed(dropping)),
+    "ddp, checkpointed": data_parallel(lambda: checkpointing(Net(dropping), use_reentrant=False)),
     "ddp, no_sync": without_synchronization,
     "fsdp": sharded(lambda: Net(dropping)),
     "fsdp, offloaded first": sharded(first="offloaded"),
@@ -229,8 +221,10 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, bfloat16": sharded(mp_policy=HALF),
     "fsdp, frozen weights": sharded(frozen=True),
     "fsdp, detached weights": sharded(lambda: Net(Detached)),
-    "fsdp, checkpointed": sharded(lambda: Checkpointed(dropping)),
-    "fsdp, checkpointed and compiled": sharded(lambda: Checkpointed(dropping), compiled="before"),
+    "fsdp, checkpointed": sharded(lambda: checkpointing(Net(dropping), use_reentrant=False)),
+    "fsdp, checkpointed and compiled": sharded(
+        lambda: checkpointing(Net(dropping), use_reentrant=False), compiled="before"
+    ),
     "fsdp, accumulating": accumulating,
     "fsdp, steps inside of backward": sharded_stepping_in_backward,
     "fsdp, compiled after": sharded(compiled="after"),
@@ -282,5 +276,5 @@ def run_cases(device: torch.device, names: list[str]) -> list[dict[str, Any]]:
 
 def compose(names: list[str], world: int, device: str) -> dict[str, list[dict[str, Any]]]:
     """Run cases in a process for each rank; return what each rank saw of each case."""
-    ranks = run_ranks(run_cases, names, world=world, device=device, limit=LIMIT)
+    ranks = run_ranks(run_cases, names, world=world, device=device)
     return dict(zip(names, zip(*ranks, strict=True), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import helpers
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import no_gc, nothing_held
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from whole_model import equal, nothing_installed
 
 import actoffload
@@ -77,6 +79,17 @@ def dropping() -> Block:
     return Block(dropout=0.1)
 
 
+def checkpointing(model: Net, **options: Any) -> Net:
+    """Put each block of a model into a checkpointed region."""
+    model.call = lambda block, x: checkpoint(block, x, **options)  # type: ignore[method-assign]
+    return model
+
+
+def autocast() -> torch.autocast:
+    """Return a region in which the model computes in bfloat16."""
+    return torch.autocast(helpers.PLACE.type, torch.bfloat16)
+
+
 def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     """Return the data of a step."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k)).to(helpers.PLACE)
@@ -113,14 +126,19 @@ def train(
     steps: int = STEPS,
     owner: nn.Module | None = None,
     data: Callable[[int], Tensor] = batch,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Tensor]:
-    """Run some steps of a model, or of what runs the model `owner`; return outputs and gradients of all of them."""
+    """Run some steps of a model, or of what runs the model `owner`; return outputs and gradients of all of them.
+
+    Each forward runs in a context that `around` returns.
+    """
     owner = model if owner is None else owner
     assert isinstance(owner, nn.Module)
     found = []
     for k in range(steps):
-        y = model(data(k))
-        y.square().sum().backward()
+        with around():
+            y = model(data(k))
+        y.float().square().sum().backward()
         found += [y.detach(), *gradients(owner)]
         del y
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import helpers
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,9 +32,20 @@ def operands(
     wide = ACTIVATIONS[activation][1] * FFN
     shapes = [(sum(counts) + behind, HIDDEN), (len(counts), wide, HIDDEN), (len(counts), OUT, FFN)]
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [tensor.to(dtype).requires_grad_() for tensor in drawn]
+    return [tensor.to(helpers.PLACE, dtype).requires_grad_() for tensor in drawn]
+
+
+def output_gradient(y: Tensor) -> Tensor:
+    """Return a gradient of an output, which differs in every element."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y)
 
 
 def gradients(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y.dtype)
-    return list(torch.autograd.grad((y * weight).sum(), leaves))
+    return list(torch.autograd.grad(y, leaves, output_gradient(y)))
+
+
+def poison() -> None:
+    """Fill the memory that the allocator of an accelerator returns next with NaN."""
+    sizes = [1 << power for power in (8, 12, 16, 20, 23)] * 4 if helpers.PLACE.type == "cuda" else []
+    blocks = [torch.full((size,), float("nan"), device=helpers.PLACE, dtype=torch.bfloat16) for size in sizes]
+    del blocks
