@@ -23,14 +23,15 @@ from actoffload.report.plots import plot_trace
 from actoffload.schedule import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
 
 MIB = 2**20
-on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="how memory is followed without an accelerator")
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="how memory is followed without an accelerator"
+)
 
 
 def floats(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes // 4)
 
 
-@on_cpu
 def test_meter_counts_what_is_computed_again() -> None:
     """One block at a time, as with checkpointing; replay runs below dispatch modes, which count everything else."""
 
@@ -59,7 +60,6 @@ def test_meter_counts_what_is_computed_again() -> None:
     assert 10 * MIB < recomputed - without < 13 * MIB, "twelve results of a block, of which backward frees one at once"
 
 
-@on_cpu
 def test_meter_counts_storages_and_not_tensors() -> None:
     before = floats(8 * MIB)
     with MemoryMeter() as meter:
@@ -80,7 +80,6 @@ def test_meter_counts_storages_and_not_tensors() -> None:
     assert b.numel() == 100
 
 
-@on_cpu
 def test_several_steps_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
@@ -92,7 +91,6 @@ def test_several_steps_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     assert measure_step_times({"step": step}, repeats=2, steps=4) == {"step": [0.25, 0.25]}
 
 
-@on_cpu
 def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
     layer = nn.Linear(256, 256)
     layer(torch.ones(1, 256)).sum().backward()
@@ -108,7 +106,6 @@ def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
     assert meter.peak_bytes >= 3 * MIB
 
 
-@on_cpu
 def test_meter_leaves_nothing_behind_an_exception() -> None:
     meter = MemoryMeter()
 
@@ -124,7 +121,6 @@ def test_meter_leaves_nothing_behind_an_exception() -> None:
     assert meter.peak_bytes == MIB
 
 
-@on_cpu
 def test_measure_peak_warms_up_first() -> None:
     kept: list[torch.Tensor] = []
 
@@ -157,7 +153,6 @@ def test_link_is_measured() -> None:
     assert link.h2d > 1e6
 
 
-@on_cpu
 def test_device_without_an_accelerator() -> None:
     info = describe_device()
     assert info.reference
@@ -199,7 +194,6 @@ def test_a_figure_has_one_unit() -> None:
     assert ax.get_xlabel() == "peak of device memory (GiB)\nbeside each bar: step time, x without"
 
 
-@on_cpu
 def test_measured_steps_are_joined_and_drawn() -> None:
     pytest.importorskip("matplotlib").use("agg")
     found = measure_steps({"large": lambda: floats(2 * MIB)}) | measure_steps({"small": lambda: floats(MIB)}, warmup=0)
@@ -210,7 +204,6 @@ def test_measured_steps_are_joined_and_drawn() -> None:
     assert [text.get_text() for text in ax.texts] == ["2.0 MiB", "1.0 MiB"]
 
 
-@on_cpu
 def test_traces_have_a_value_at_each_border_and_leave_no_hook() -> None:
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
 
@@ -240,7 +233,6 @@ def stack(layers: nn.ModuleList, pair: tuple, rows: int = 1024) -> None:
     x.square().mean().backward()
 
 
-@on_cpu
 def test_compare_steps_finds_the_whole_drop() -> None:
     layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
     pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=8)
@@ -250,7 +242,6 @@ def test_compare_steps_finds_the_whole_drop() -> None:
     assert result.ratio == 1.0
 
 
-@on_cpu
 @pytest.mark.parametrize("held", [False, True])
 def test_compare_steps_of_a_handle(held: bool) -> None:
     """With a handle, where `without` pauses it; and R says so if a hook refers to a part of the offloaded tensors."""
@@ -286,7 +277,6 @@ def still(layers: nn.ModuleList, steps: int) -> list[Timeline]:
     return found
 
 
-@on_cpu
 def test_measured_costs_give_the_measured_peak() -> None:
     layers = nn.ModuleList([nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(6)])
     timelines = still(layers, 3)

@@ -195,16 +195,6 @@ def test_recomputation_only_where_a_budget_needs_it() -> None:
     assert plan_pipeline(orders, stages, link, fraction=1.0, variants=ways) == all_that_fits
 
 
-def test_bad_arguments_are_named() -> None:
-    orders, stages, link = one_f_one_b(2, 4), [STAGE] * 2, Link(1e9, 1e9)
-    with pytest.raises(ValueError, match="memory_budget has 3 entries for 2 ranks"):
-        plan_pipeline(orders, stages, link, memory_budget=[1, 2, 3])
-    with pytest.raises(ValueError, match="max_inflight is 0; expected a whole number, at least 1"):
-        plan_pipeline(orders, stages, link, max_inflight=0)
-    with pytest.raises(TypeError, match="fraction is 'half'"):
-        plan_pipeline(orders, stages, link, fraction="half")  # type: ignore[arg-type]
-
-
 def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))

@@ -82,12 +82,3 @@ def test_zero_bubble_and_overlap_are_read() -> None:
         Step(2, Computation.BACKWARD_INPUT, 0),
         Step(2, Computation.BACKWARD_WEIGHT, 0),
     )
-
-
-def test_bad_orders_are_refused() -> None:
-    with pytest.raises(ValueError, match="'1X2' is no step of a pipeline; expected a stage"):
-        read_order(["1X2"])
-    with pytest.raises(ValueError, match="microbatches is 9; with 4 ranks expected a multiple of the 2 rounds"):
-        interleaved_1f1b(4, 9)
-    with pytest.raises(ValueError, match="ranks is 0; expected a whole number, at least 1"):
-        gpipe(0, 4)

@@ -10,13 +10,8 @@ from actoffload.schedule import (
     Chunk,
     ChunkAction,
     Do,
-    LayerCost,
     Moment,
     PipelinePlan,
-    Saved,
-    SplitCost,
-    StageCost,
-    Step,
     Transfer,
     read_order,
 )
@@ -126,15 +121,3 @@ def test_transfers_that_cannot_be(chunk: Chunk, transfer: Transfer, problem: str
 def test_orders_that_cannot_be(order: list[str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         PipelinePlan(0, read_order(order), {0: ("a",)})
-
-
-def test_costs_that_cannot_be() -> None:
-    group = LayerCost(1.0, 2.0, (Saved(10),))
-    with pytest.raises(ValueError, match="There are 2 splits for 1 groups"):
-        StageCost((group,), (SplitCost(1.0, 1.0, 5),) * 2)
-    with pytest.raises(ValueError, match="is not a split of a group that saves 10 bytes"):
-        StageCost((group,), (SplitCost(1.0, 1.0, 11),))
-    with pytest.raises(ValueError, match="boundary_bytes is -1; expected bytes, 0 or more"):
-        StageCost((group,), boundary_bytes=-1)
-    assert StageCost((group,) * 3).nbytes == 30
-    assert Step.parse("12W34") == Step(12, Step.parse("0W0").computation, 34)

@@ -59,12 +59,6 @@ def test_the_text_has_equal_groups_in_one_line():
     assert replace(example(), peak_bytes=1536, seconds=None).expected == "peak 1.5 KiB"
 
 
-def test_entries_for_each_layer_are_needed():
-    message = "nbytes has 1 entries, but the plan has 2 layers; give one for each layer."
-    with pytest.raises(ValueError, match=message):
-        Plan(2, nbytes=(1,))
-
-
 @settings(max_examples=25)
 @given(st.data(), st.integers(1, 5))
 def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):

@@ -40,24 +40,6 @@ def test_the_first_layers_are_offloaded_and_reloaded_by_the_rule(num_layers: int
     assert schedule.overlaps is not (0 < num_layers == model_layers - 1)  # one resident layer alone prevents it
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "model_layers", "sentence"),
-    [
-        (0, 0, "model_layers is 0; expected a whole number, at least 1."),
-        (-1, 5, "num_layers is -1; expected a whole number, at least 0."),
-        (
-            7,
-            5,
-            "num_layers is 7 but model_layers is 5: the last layer's activations are needed at once, "
-            "so offload at most model_layers - 1 layers.",
-        ),
-    ],
-)
-def test_impossible_numbers_are_refused(num_layers: int, model_layers: int, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        DefaultSchedule(num_layers, model_layers)
-
-
 # Calls by hand
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,12 +84,6 @@ def test_the_table_names_what_matters() -> None:
         "offloaded   45.0 MiB  device to host\n"
         "reloaded    45.0 MiB  host to device, 0 tensors on demand"
     )
-
-
-def test_the_number_of_costs_must_be_the_number_of_layers() -> None:
-    sentence = "The plan has 3 layers but 2 costs were given; give one LayerCost per layer, in order of the forward."
-    with pytest.raises(ValueError, match=sentence):
-        simulate(Plan(3), [LayerCost(1.0, 1.0)] * 2, Link(1.0, 1.0))
 
 
 def test_gaps_are_compute_before_each_forward_and_backward():

@@ -38,10 +38,6 @@ class AdversarialDevice(Backend):
     ----------
     violations : list of str
         A message for each access that was not ordered.
-    largest_slab : int or None
-        Largest request for pinned memory, in bytes, that succeeds; None for no limit.
-    allocations_left : int or None
-        Number of allocations on the device that succeed before one fails; None if none fails.
 
     Notes
     -----
@@ -57,17 +53,12 @@ class AdversarialDevice(Backend):
     def __init__(self, seed: int = 0, mode: Mode = "random") -> None:
         self.orders = Orders(seed, mode)
         self.violations: list[str] = []
-        self.largest_slab: int | None = None
-        self.allocations_left: int | None = None
         self._memory: dict[int, DeviceMemory] = {}
         self._slabs: dict[int, HostMemory] = {}
         self._local = threading.local()
         self._capture = 0  # number of the current capture, or 0
         self._captures = 0
         self._defaults = [self.orders.stream("compute", device, compute=True) for device in (0, 1)]
-
-    def host_room(self) -> None:
-        return None
 
     # Calls of a program
 
@@ -171,12 +162,6 @@ class AdversarialDevice(Backend):
         finally:
             self._local.current = before
 
-    def record_timed(self, stream: Stream) -> Event:
-        return self.record(stream)
-
-    def passed(self, event: Event) -> bool:
-        return True  # of a compute stream, which runs its work at once
-
     def record(self, stream: Stream) -> Event:
         self._call()
         stream.tick()
@@ -214,11 +199,6 @@ class AdversarialDevice(Backend):
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         self._call()
-        if self.allocations_left is not None:
-            if not self.allocations_left:
-                self.allocations_left = None
-                raise torch.OutOfMemoryError("the adversary has no device memory")
-            self.allocations_left -= 1
         buffer = torch.empty_strided(size, stride, dtype=dtype)
         _poison(buffer)
         owner, storage = self.current_stream(device), buffer.untyped_storage()
@@ -228,14 +208,9 @@ class AdversarialDevice(Backend):
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         self._call()
-        if self.largest_slab is not None and nbytes > self.largest_slab:
-            raise RuntimeError("the adversary has no page-locked memory")
         slab = torch.full((nbytes,), POISON, dtype=torch.uint8)
         self._slabs[slab.untyped_storage()._cdata] = HostMemory(slab)
         return slab
-
-    def release_host(self) -> None:
-        pass
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         self._call()
