@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from recomputing import (
     HELD,
     WIDTH,
-    Allocations,
     Mlp,
     Net,
     all_policies,
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from whole_model import offload
 
 from actoffload.device import ReferenceDevice
+from actoffload.device.reference import CreatedStorages
 from actoffload.engine import hooks
 from actoffload.report import Reason
 
@@ -292,11 +292,11 @@ def test_gradients_of_microbatches_in_one_context(fraction):
 @pytest.mark.parametrize("rows", SIZES[:2])
 def test_no_cast_of_a_weight_is_kept_when_autocast_has_ended(rows):
     def left(model: nn.Module) -> tuple[int, int]:
-        with Allocations(model.parameters()) as allocations:
+        with CreatedStorages() as created:
             with autocast():
                 y = model(batch(0, rows))
-                inside = allocations.nbytes
-            after = allocations.nbytes
+                inside = created.now
+            after = created.now
             y.float().sum().backward()
         return inside, after
 

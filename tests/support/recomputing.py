@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,11 @@ import torch
 from composing import WIDTH, gradients
 from helpers import no_gc, nothing_held
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from whole_model import equal, nothing_installed, offload
 
-from actoffload._torch.subclasses import plain_parts
-from actoffload._torch.tensors import free_storage_weakref, storage_expired, storage_weakref
+from actoffload.device.reference import CreatedStorages
 
 ROWS, BLOCKS, STEPS = 16, 4, 5
 
@@ -139,47 +138,13 @@ def clean(model: nn.Module | None = None) -> None:
     assert not hooks._global_forward_pre_hooks
 
 
-class Allocations(TorchDispatchMode):
-    """Notes all storages that operators make, and how many of their bytes there still are.
-
-    Parameters
-    ----------
-    tensors : iterable of torch.Tensor
-        Tensors that are there before, such as weights.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._before = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._known: dict[int, tuple[Any, int]] = {}
-
-    def __del__(self) -> None:
-        for ref, _ in self._known.values():
-            free_storage_weakref(ref)
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if type(tensor) is Tensor and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known and storage._cdata not in self._before:
-                    self._known[storage._cdata] = storage_weakref(storage), storage.nbytes()
-        return outputs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storages that exist."""
-        return sum(nbytes for ref, nbytes in self._known.values() if not storage_expired(ref))
-
-
 def bytes_after_forward(model: nn.Module, k: int = 0) -> int:
     """Return how many bytes that a forward has made exist while its graph does."""
     x = batch(k)
     torch.manual_seed(k)
-    weights = [part for each in (*model.parameters(), *model.buffers()) for part in plain_parts(each)]
-    with Allocations(weights) as allocations:
+    with CreatedStorages() as created:
         y = model(x)
-    left = allocations.nbytes
+    left = created.now
     del y
     return left
 
