@@ -19,17 +19,23 @@ the outermost modules inwards:
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import PARAMETRIZATIONS, is_compiled
-from .follow import GROUP, KEPT, ROOT, FollowedModule
+from .._warnings import warn
+from ..engine.passes import ModelPass
+from ..engine.statistics import Reason
+from ..report.build import PassStatistics, count_pass
+from ..report.report import GroupReport
+from ..schedule.execution_order import GroupKey, Roles
+from .follow import DROPPED, GROUP, KEPT, ROOT, FollowedModule, ModelState
 from .select import (
     CONTAINERS,
     Chosen,
@@ -44,10 +50,12 @@ from .select import (
     unwrap,
     with_wrapped,
 )
+from .steering import PassSettings
 
 __all__ = [
     "BLOCK",
     "MODULE",
+    "Finder",
     "Measured",
     "candidates",
     "choose_groups",
@@ -323,3 +331,123 @@ def coverage_warning(
         f"{rest}, because it is saved outside of the calls of its modules: by the code of the model's own forward or "
         "by gradients in it."
     )
+
+
+# The forward in which the groups are chosen
+
+SEARCH = "This first pass offloads all groups: it shows what each module saves, from which the groups are chosen."
+
+Call: TypeAlias = tuple[int, int]
+"""A call of a followed module: a number, and the module's group."""
+
+
+class Finder:
+    """Follow every module that may be a group in one forward, and choose the groups.
+
+    Groups of another kind than those that were found by default were named by the program, and stay groups.
+
+    Attributes
+    ----------
+    guesses : bool
+        Whether no blocks are known, so that all modules may be groups.
+    """
+
+    def __init__(self, state: ModelState, *, guesses: bool = False) -> None:
+        self._state, self.guesses = state, guesses
+        # Where blocks are all that there is, their schedule is known.
+        self._searches = any(followed.kind == MODULE for followed in state.groups)
+
+    def settings(self, settings: PassSettings) -> PassSettings:
+        """Return how a forward of the model is followed in which the groups are found."""
+        if not self._searches:
+            return settings
+        roles = Roles.offload_all()
+        return replace(settings, order=(), roles_of=lambda order: roles)
+
+    def found(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> list[FollowedModule]:
+        """Choose the groups by what the modules saved; return the modules that are none."""
+        state, paths, latest = self._state, _paths(sequence), count_pass(done, sequence)
+        chosen = self._choose(paths, latest)
+        dropped = [followed for followed in state.groups if followed.name not in chosen]
+        for followed in dropped:
+            followed.role = DROPPED
+        runs = list(_runs(paths, {followed.group for followed in state.groups if followed.role is not DROPPED}))
+        state.plans.learn([run[1] for run in dict.fromkeys(runs) if run is not None])
+        because = SEARCH if self._searches else ""
+        state.log.take(replace(_regrouped(latest, runs), because=because), sequence)
+        return dropped
+
+    def _choose(self, paths: Sequence[Sequence[Call]], latest: PassStatistics) -> set[str]:
+        """Return the names of the groups; warn if they are not most of the model."""
+        groups, rows = self._state.groups, latest.groups
+        modules = measure(
+            (
+                groups[path[-1][1]],
+                [groups[group].name for _, group in path[:-1]],
+                row.activation_bytes + layer.remade_bytes,
+            )
+            for path, (layer, row) in zip(paths, rows, strict=True)
+        )
+        others: dict[Reason, tuple[int, int]] = {
+            reason: each for reason, each in (latest.outside or {}).items() if reason is not Reason.KEPT
+        }
+        outside = GroupReport("outside", kept=others).activation_bytes
+        named = {group.name for group in groups if group.kind not in (BLOCK, MODULE)}
+        chosen = {*choose_groups(modules, outside, named)}
+        blocks = {group.name: group for group in groups if group.kind == BLOCK}
+        if not chosen.isdisjoint(blocks):  # a block that was skipped, or dropped its path, saves something another time
+            ran = {groups[path[-1][1]].name for path, (layer, _) in zip(paths, rows, strict=True) if layer.no_graph}
+            chosen |= blocks.keys() - ran
+        called = {measured.name for measured in modules}
+        # [guard: group that was replaced before the first forward]
+        skipped = [name for name, group in blocks.items() if name not in called and group.ref() is not None]
+        warning = coverage_warning(self._state.root.name, modules, chosen, outside, skipped)
+        if warning is not None:
+            warn(warning)
+        return chosen
+
+
+def _paths(sequence: Sequence[GroupKey]) -> list[tuple[Call, ...]]:
+    """Return for each part of a sequence the calls that are in progress there, outermost first.
+
+    A call that goes on was around all since its part before.
+    """
+    paths = list[tuple[Call, ...]]()
+    calls = list[tuple[int, GroupKey]]()  # in progress, seen from the end
+    for number, key in enumerate(reversed(sequence)):
+        if not calls or calls[-1][1] != GroupKey(key.group, key.part + 1):
+            calls.append((number, key))
+        calls[-1] = calls[-1][0], key
+        paths.append(tuple((call, each.group) for call, each in calls))
+        if not key.part:
+            calls.pop()
+    return paths[::-1]
+
+
+def _runs(paths: Sequence[Sequence[Call]], groups: Collection[int]) -> Iterator[tuple[Call, GroupKey] | None]:
+    """Yield which part of which call of a group each part belongs to, if only these are followed; None outside."""
+    parts = Counter[Call]()
+    before: Call | None = None
+    for path in paths:
+        call = next((call for call in reversed(path) if call[1] in groups), None)
+        if call is not None and call != before:
+            parts[call] += 1
+        before = call
+        yield None if call is None else (call, GroupKey(call[1], parts[call] - 1))
+
+
+def _regrouped(latest: PassStatistics, runs: Sequence[tuple[Call, GroupKey] | None]) -> PassStatistics:
+    """Return what a pass did as if only some of its groups had been followed."""
+    outside = dict(latest.outside or {})
+    places = [k for k, run in enumerate(runs) if run is not None]
+    rows, before = [], None
+    for run, (layer, row) in zip(runs, latest.groups, strict=True):
+        if run is not None:
+            rows.append((layer, replace(row, calls=int(run != before))))
+        elif row.activation_bytes:
+            count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
+            outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
+        before = run
+    held = [each._replace(place=places.index(each.place)) for each in latest.held if each.place in places]
+    sequence = tuple(run[1] for run in runs if run is not None)
+    return replace(latest, groups=tuple(rows), held=tuple(held), outside=outside, sequence=sequence)

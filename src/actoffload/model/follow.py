@@ -1,4 +1,4 @@
-"""The followed modules of a model: what each of them is, how its calls are followed, and the settings of a pass.
+"""The followed modules of a model: what each of them is, how its calls are followed, and what they share.
 
 `[Note: following modules]`  A followed module has a ``forward`` of its own in its ``__dict__``, as with the hooks of
 accelerate.  It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and
@@ -23,19 +23,11 @@ stays there and only calls the original.  If nothing refers to ours any more, a 
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
-
-`[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
-model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
-groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
-it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
-Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the
-angles of rotary embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import inspect
 import re
 import types
@@ -44,17 +36,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, opaque
-from ..engine.passes import ModelPass
-from ..replay import Policy, Program
-from ..schedule.execution_order import GroupKey, Roles
-from ..schedule.plan import Plan
+from ..engine.engine import Engine
+from ..replay import Program
+from ..report.build import PassLog
+from ..schedule.execution_order import GroupKey, GroupPlans
 
 __all__ = [
     "DROPPED",
@@ -63,12 +55,11 @@ __all__ = [
     "REASON",
     "ROOT",
     "FollowedModule",
-    "Mode",
-    "PassSettings",
-    "Steering",
+    "ModelState",
     "TakeTimes",
     "follow",
     "group_name",
+    "group_names",
     "handle_of",
     "lost_modules",
     "refuse_scripted",
@@ -81,73 +72,6 @@ ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
 _WHOLE = "(the whole model)"
 
 TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], None]
-
-
-class Mode(enum.Enum):
-    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
-
-    IDLE = "nowhere"
-    SCOPED = "in the groups that are offloaded or recomputed"
-    WHOLE = "in the whole forward"
-
-
-@dataclass(frozen=True, slots=True)
-class PassSettings:
-    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
-
-    mode: Mode
-    order: Sequence[GroupKey] = ()
-    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
-    recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
-    take_times: TakeTimes | None = None  # takes the times of the operators of a group
-    begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
-
-
-class Steering(Protocol):
-    """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Return how the forward that begins now is followed.
-
-        Parameters
-        ----------
-        inputs : tuple
-            Arguments and keyword arguments of the module that is called.
-        alone : bool
-            A group is called, and not the model itself.
-        busy : bool
-            Another thread runs a forward of the model.
-        """
-
-    def forward_ends(self, output: Any) -> None:
-        """Note that the model returns `output`."""
-        return
-
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
-        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`."""
-
-    @property
-    def settling(self) -> bool:
-        """Whether passes are measured for a plan that is not final."""
-        return False
-
-    def retire(self) -> None:
-        """Stop measuring: the model is followed no longer, or something else steers."""
-        return
-
-    def plan(self) -> Plan:
-        """Return the present plan."""
-
-    def costs(self) -> Any:
-        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
-        raise RuntimeError(
-            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
-            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
-        )
-
-    def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
-        return ""
 
 
 @dataclass(eq=False)
@@ -184,6 +108,33 @@ def split_group_name(name: str) -> tuple[str, int]:
     number = re.search(r" \(part (\d+)\)$", name)
     module, part = (name, 0) if number is None else (name[: number.start()], int(number[1]) - 1)
     return "" if module == _WHOLE else module, part
+
+
+@dataclass(eq=False)
+class ModelState:
+    """What all parts of the offloading of a model share."""
+
+    modules: Sequence[FollowedModule]  # the model itself first
+    plans: GroupPlans  # of the schedule, and the order in which the groups ran
+    engine: Engine
+    log: PassLog = field(default_factory=PassLog)
+
+    def __post_init__(self) -> None:
+        self.groups = [followed for followed in self.modules if followed.group >= 0]
+
+    @property
+    def root(self) -> FollowedModule:
+        """The model."""
+        return self.modules[0]
+
+    def names(self, sequence: Iterable[GroupKey] | None = None) -> tuple[str, ...]:
+        """Return the names of the groups of a sequence, by default in their expected execution order."""
+        return group_names(self.groups, self.plans.order if sequence is None else sequence)
+
+
+def group_names(groups: Sequence[FollowedModule], sequence: Iterable[GroupKey]) -> tuple[str, ...]:
+    """Return the names of the groups of a sequence."""
+    return tuple(group_name(groups[group].name, part) for group, part in sequence)
 
 
 # Calls

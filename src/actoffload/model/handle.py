@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,29 +16,31 @@ from .._arguments import check_bool, check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
-from ..report.build import PassLog, Recording, build
+from ..report.build import Recording, build
 from ..report.plots import Frontier, StepTimeline
 from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
+from .discovery import Finder
 from .follow import (
     DROPPED,
     GROUP,
     ROOT,
     FollowedModule,
-    Steering,
+    ModelState,
     follow,
     group_name,
+    group_names,
     handle_of,
     split_group_name,
     unfollow,
 )
-from .reporting import add_planned_bytes, describe, group_names
+from .reporting import add_planned_bytes, describe
 from .select import Names
+from .steering import BySchedule, Steering
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
-from .tuning.steering import BySchedule, Finder
 
 __all__ = ["OffloadHandle"]
 
@@ -56,22 +58,15 @@ class OffloadHandle:
 
     def __init__(
         self,
-        modules: Sequence[FollowedModule],
-        plans: GroupPlans,
-        engine: Engine,
+        state: ModelState,
         steering: Steering,
-        log: PassLog,
         *,
         meet: Callable[[], None] | None = None,
         finder: Finder | None = None,
     ) -> None:
-        self._modules = tuple(modules)
-        self._groups = tuple(followed for followed in modules if followed.group >= 0)
-        self._plans = plans
-        self._engine = engine
-        self._log = log
-        self._tracker = Tracker(self._modules, engine, steering, meet, finder)
-        follow(self._modules, self._tracker, self)
+        self._state, self._engine, self._log = state, state.engine, state.log
+        self._tracker = Tracker(state, steering, meet, finder)
+        follow(state.modules, self._tracker, self)
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
@@ -90,7 +85,7 @@ class OffloadHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a removed handle of nothing: copies of a model are not offloaded."""
-        return _removed_handle, (self._modules[0].name,)
+        return _removed_handle, (self._state.root.name,)
 
     # On and off
 
@@ -101,7 +96,7 @@ class OffloadHandle:
         """
         if not self._removed:
             self._tracker.steering.retire()
-            self._tracker.retire(partial(unfollow, self._modules))
+            self._tracker.retire(partial(unfollow, self._state.modules))
             self._engine.close()
             self._removed = True  # last: after an interrupt it is called again
 
@@ -142,7 +137,7 @@ class OffloadHandle:
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups in their expected execution order."""
-        return group_names(self._groups, self._plans.order)
+        return self._state.names()
 
     @property
     def plan(self) -> Plan:
@@ -171,11 +166,11 @@ class OffloadHandle:
         return self.active and self._tracker.steering.settling
 
     def __str__(self) -> str:
-        state = "" if self.active else "paused" if self.installed else "removed"
-        return describe(self._modules, self._plans, self.plan, state)
+        condition = "" if self.active else "paused" if self.installed else "removed"
+        return describe(self._state, self.plan, condition)
 
     def __repr__(self) -> str:
-        return f"<OffloadHandle of {self._modules[0].name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
+        return f"<OffloadHandle of {self._state.root.name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
 
     # What happened
 
@@ -221,8 +216,8 @@ class OffloadHandle:
         if self._log.records:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        named = partial(_named_modules, self._modules[0].ref)
-        recording = Recording(recorder, partial(group_names, self._groups), self.groups, named)
+        named = partial(_named_modules, self._state.root.ref)
+        recording = Recording(recorder, partial(group_names, self._state.groups), self.groups, named)
         if nvtx:
             recorder.name_of = recording.name_of
         with self._log.record(self._engine, recording):
@@ -318,12 +313,12 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        plan, names = self.plan, group_names(self._groups, latest.sequence)
+        state, plan, names = self._state, self.plan, self._state.names(latest.sequence)
         called = {key.group for key in latest.sequence}
-        absent = [group for group in self._groups if group.role is not DROPPED and group.group not in called]
+        absent = [group for group in state.groups if group.role is not DROPPED and group.group not in called]
         return build(
             names,
-            self._plans.kinds(latest.sequence),
+            state.plans.kinds(latest.sequence),
             add_planned_bytes(latest, plan, names),
             self.statistics(),
             self._log.recording,
@@ -351,9 +346,9 @@ def _named_modules(root: weakref.ref[Module]) -> Mapping[Module, str]:
 
 def _removed_handle(name: str) -> OffloadHandle:
     """Return a removed handle, as of a model without groups but itself."""
-    root, plans, log = Module(), GroupPlans(GroupSchedule(), ["model"]), PassLog()
+    root = Module()
     modules = [FollowedModule(ROOT, name, weakref.ref(root)), FollowedModule(GROUP, "", weakref.ref(root), 0)]
-    engine = Engine(Plan(1), devices.backend())
-    handle = OffloadHandle(modules, plans, engine, BySchedule(modules[1:], plans, log), log)
+    state = ModelState(modules, GroupPlans(GroupSchedule(), ["model"]), Engine(Plan(1), devices.backend()))
+    handle = OffloadHandle(state, BySchedule(state))
     handle.remove()
     return handle

@@ -17,16 +17,15 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..replay import Given, everything, policy_for
-from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .discovery import BLOCK, find_groups, followed_modules
-from .follow import Steering, handle_of, refuse_scripted
+from .discovery import BLOCK, Finder, find_groups, followed_modules
+from .follow import ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
 from .select import Names, check_entries, planned_modules, written
+from .steering import ByPlan, BySchedule, Steering
 from .tuning.ranks import Ranks
-from .tuning.steering import ByPlan, BySchedule, Finder
 from .tuning.tuner import Tuner
 
 __all__ = ["offload"]
@@ -85,9 +84,8 @@ def offload(
     guessed = searching and not blocks
     if not guessed:
         check_num_layers(num_layers, kinds)
-    modules = followed_modules(module, chosen, kept)
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
-
+    state = ModelState(followed_modules(module, chosen, kept), plans, engine)
     budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
 
     # With "auto" the planner chooses the operators that run again, from measured times.
@@ -105,20 +103,18 @@ def offload(
     }
     ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
-    log, groups = PassLog(), modules[1 : len(chosen) + 1]
     steering: Steering
     if isinstance(plan, Plan):
-        steering = ByPlan(groups, plans, log, plan, policies)
+        steering = ByPlan(state, plan, policies)
     elif by_hand or not engine.backend.times:
         because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = BySchedule(groups, plans, log, because, always)
+        steering = BySchedule(state, because, always)
         if not always and (by_hand or not searching):
-            log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
+            state.log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
     else:
-        title = type(module).__name__
-        steering = Tuner(engine, groups, plans, log, title, budget, always, {} if always else policies, ranks)
-    finder = Finder(groups, plans, log, weakref.ref(module), guesses=guessed) if searching else None
-    handle = OffloadHandle(modules, plans, engine, steering, log, meet=ranks.meet, finder=finder)
+        steering = Tuner(state, budget, always, {} if always else policies, ranks)
+    finder = Finder(state, guesses=guessed) if searching else None
+    handle = OffloadHandle(state, steering, meet=ranks.meet, finder=finder)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -16,24 +16,19 @@ from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..report.build import PassStatistics, on_device
-from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Plan
-from .follow import GROUP, KEPT, FollowedModule, Steering, group_name
+from .follow import GROUP, KEPT, FollowedModule, ModelState, group_name
+from .steering import Steering
 
-__all__ = ["add_planned_bytes", "describe", "explain", "group_names"]
-
-
-def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """Return a readable name for each group of a sequence."""
-    return tuple(group_name(groups[group].name, part) for group, part in sequence)
+__all__ = ["add_planned_bytes", "describe", "explain"]
 
 
-def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: Plan, state: str) -> str:
-    """Return which groups were chosen and which of them are offloaded; `state` is "paused", "removed" or empty."""
-    groups = [module for module in modules if module.group >= 0]
-    names, kinds = group_names(groups, plans.order), plans.kinds(plans.order)
-    shown = f" ({state})" if state else ""
-    lines = [f"offload of {modules[0].name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
+def describe(state: ModelState, plan: Plan, condition: str) -> str:
+    """Return which groups were chosen and which of them are offloaded; it is "paused", "removed" or empty."""
+    names, kinds = state.names(), state.plans.kinds(state.plans.order)
+    shown = f" ({condition})" if condition else ""
+    lines = [f"offload of {state.root.name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
     for kind in dict.fromkeys(kinds):
         of_kind = [k for k, other in enumerate(kinds) if other == kind]
         offloaded = [names[k] for k in of_kind if k in plan.offloaded]
@@ -43,7 +38,7 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: Plan, s
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
     if plan.recomputed:
         lines.append(f"  {len(plan.recomputed)} of {len(names)} groups are recomputed")
-    if excluded := [module.name for module in modules if module.role is KEPT]:
+    if excluded := [module.name for module in state.modules if module.role is KEPT]:
         lines.append(f"  keep: {fold_names(excluded, most=6)}")
     if plan.because:
         lines.append(f"  {plan.because}")
@@ -72,8 +67,7 @@ MOST = 4  # lines of groups
 
 def explain(
     error: BaseException,
-    modules: Sequence[FollowedModule],
-    backend: Backend,
+    state: ModelState,
     done: ModelPass[GroupKey] | None,
     calls: Sequence[FollowedModule],
     steering: Steering,
@@ -84,24 +78,23 @@ def explain(
     """
     if not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
         with suppress(Exception):  # the error matters more than the note
-            error.add_note("\n".join(_lines(modules, backend, done, calls, steering)))
+            error.add_note("\n".join(_lines(state, done, calls, steering)))
 
 
 def _lines(
-    modules: Sequence[FollowedModule],
-    backend: Backend,
+    state: ModelState,
     done: ModelPass[GroupKey] | None,
     calls: Sequence[FollowedModule],
     steering: Steering,
 ) -> Iterator[str]:
-    model, plan, groups = modules[0].module, steering.plan(), [module for module in modules if module.group >= 0]
+    model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
     saved = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
     outside = refused = 0
     if done is not None:
         kept, saved = saved, {}
         with done.lock:
-            for name, layer in zip(group_names(groups, done.order.started), done.layers, strict=False):
+            for name, layer in zip(state.names(done.order.started), done.layers, strict=False):
                 own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
                 saved[name] = max(on_device(layer), own)
                 refused += sum(storage.nbytes for storage in layer.living() if storage.refused)

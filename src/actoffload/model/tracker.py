@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,28 +23,16 @@ from .._torch.autograd import (
 from .._torch.modules import opaque, tracing
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
-from ..engine.engine import Engine
 from ..engine.hooks import Pack, Packer, unpack
 from ..engine.layer import Layer, tensors_in
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .follow import (
-    DROPPED,
-    GROUP,
-    KEPT,
-    REASON,
-    ROOT,
-    FollowedModule,
-    Mode,
-    PassSettings,
-    Steering,
-    lost_modules,
-    unfollow,
-)
+from .discovery import Finder
+from .follow import DROPPED, GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules, unfollow
 from .replays import Begun, Replays
 from .reporting import explain
-from .tuning.steering import Finder
+from .steering import Mode, PassSettings, Steering
 
 __all__ = ["Tracker"]
 
@@ -90,27 +78,24 @@ IN_BACKWARD = (
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    The model is the first of the modules.  `meet` is called once, before the first forward.  A `finder` chooses the
-    groups in the first forward of the model.
+    `meet` is called once, before the first forward.  A `finder` chooses the groups in the first forward of the model.
     """
 
     def __init__(
         self,
-        modules: Sequence[FollowedModule],
-        engine: Engine,
+        state: ModelState,
         steering: Steering,
         meet: Callable[[], None] | None = None,
         finder: Finder | None = None,
     ) -> None:
-        self._modules = modules
-        self._engine = engine
+        self._state, self._engine = state, state.engine
         self.steering, self.finder = steering, finder
         self._meet = meet
         self._thread = ThreadState()
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self.replays = Replays(modules, engine.backend, lambda: engine.limit().nbytes)
+        self.replays = Replays(state.modules, state.engine.backend, lambda: state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
         self._latest: Callable[[], ModelPass[GroupKey] | None] = lambda: None  # a weak reference to the latest pass
@@ -157,7 +142,7 @@ class Tracker:
         self._finish()
         if self.paused or not torch.is_grad_enabled() or tracing():  # [guard: forward that is traced]
             return False
-        root = self._modules[0].ref()
+        root = self._state.root.ref()
         if root is None:  # [guard: model that is deleted]
             self.warn_once(DELETED)
             return False
@@ -188,7 +173,7 @@ class Tracker:
         self.replays.forward_begins()
         thread.scoped, thread.settings = settings.mode is Mode.SCOPED, settings
         if not alone or current is None:
-            for message in lost_modules(self._modules):
+            for message in lost_modules(self._state.modules):
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
             order, owned = ExecutionOrder(settings.order), GroupTensors(None, thread.owned)
@@ -350,7 +335,7 @@ class Tracker:
         calls = [call.followed for call in thread.calls]
         if not self._stopped and (mine or calls or (done is not None and not certain)):
             done = None if thread.idle else thread.current or done
-            explain(error, self._modules, self._engine.backend, done, calls, self.steering)
+            explain(error, self._state, done, calls, self.steering)
 
     def _leave(self) -> None:
         """Note that this thread is in no forward; may be repeated after an interrupt."""

@@ -5,7 +5,6 @@ They are followed by the plan of the rank; before there is one, everything is of
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -15,16 +14,14 @@ from torch.nn import Module
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.discovery import BLOCK, find_groups, followed_modules
-from ..model.follow import FollowedModule, Mode, PassSettings, Steering, handle_of, refuse_scripted
+from ..model.discovery import BLOCK, Finder, find_groups, followed_modules
+from ..model.follow import ModelState, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
-from ..model.reporting import group_names
 from ..model.select import Names, choose, choose_kept
+from ..model.steering import Mode, PassSettings, Steering
 from ..model.tuning.ranks import ranks_of
-from ..model.tuning.steering import Finder
 from ..replay import Policy
-from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans, Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
@@ -72,13 +69,11 @@ class StageSteering(Steering):
         self,
         stage: int,
         conductor: Conductor,
-        groups: Sequence[FollowedModule],
-        plans: GroupPlans,
-        log: PassLog,
+        state: ModelState,
         policies: Mapping[int, Policy],
     ) -> None:
         self._stage, self._conductor = stage, conductor
-        self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
+        self._state, self._plans, self._policies = state, state.plans, policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
         self._latest: tuple[Group, ...] = ()  # in the latest microbatch
         self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
@@ -109,7 +104,7 @@ class StageSteering(Steering):
         seen = set[int]()
         found = []
         for key in self._plans.order:
-            weights = {id(weight): weight for weight in self.groups[key.group].module.parameters()}
+            weights = {id(weight): weight for weight in self._state.groups[key.group].module.parameters()}
             new = [weight for known, weight in weights.items() if known not in seen]
             local = [
                 getattr(weight, "_local_tensor", weight)
@@ -128,7 +123,7 @@ class StageSteering(Steering):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups, in the order of the latest forward."""
-        return group_names(self.groups, self._plans.order)
+        return self._state.names()
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward of a microbatch is followed.
@@ -159,7 +154,7 @@ class StageSteering(Steering):
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups, and what they save."""
         self._plans.learn(sequence)
-        self._log.forward_done(done, sequence)
+        self._state.log.forward_done(done, sequence)
         self.adopts |= done.adopted > 0
         if done.model is None:  # the metadata inference, whose inputs nothing else references
             return
@@ -173,7 +168,7 @@ class StageSteering(Steering):
         elif not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             self._latest = self.saved
-            names = group_names(self.groups, sequence)
+            names = self._state.names(sequence)
             self._numbers |= {name: key.group for name, key in zip(names, sequence, strict=True)}
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
@@ -203,7 +198,9 @@ class StageSteering(Steering):
             offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0)}
         calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
         because = "" if plan is None else plan.because
-        return Plan.of(max(len(order), 1), calls, names=self.names, nbytes=self._log.bytes_of(order), because=because)
+        return Plan.of(
+            max(len(order), 1), calls, names=self.names, nbytes=self._state.log.bytes_of(order), because=because
+        )
 
 
 class RankStage:
@@ -236,13 +233,10 @@ class RankStage:
         plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
         if searching:
             plans.learn([GroupKey(k) for k, group in enumerate(chosen) if group.kind == BLOCK])
-        modules = followed_modules(module, chosen, kept)
+        state = ModelState(followed_modules(module, chosen, kept), plans, conductor.engine)
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
-
-        log, groups = PassLog(), modules[1 : len(chosen) + 1]
-        self.steering = StageSteering(self.index, conductor, groups, plans, log, policies)
-        finder = Finder(groups, plans, log, weakref.ref(module)) if searching else None
-        self.handle = OffloadHandle(modules, plans, conductor.engine, self.steering, log, finder=finder)
+        self.steering = StageSteering(self.index, conductor, state, policies)
+        self.handle = OffloadHandle(state, self.steering, finder=Finder(state) if searching else None)
 
 
 def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:

@@ -6,17 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import milliseconds, size
-from ...device.base import usable
+from ...device.base import Backend, usable
 from ...planner import Variant, choose, frontier
 from ...schedule.costs import Link
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import HOST_SECONDS, scaled_cost
-from .metering import Peak
+from ...tune.costs import HOST_SECONDS, measured_link, scaled_cost
+from .metering import Peak, TimedPass
 
 __all__ = ["Findings", "Fit", "Room"]
 
@@ -114,14 +113,13 @@ class Room(NamedTuple):
         elements = max(room.peak.elements for room in known)  # [guard: ranks whose inputs were short]
         reserve = self.free(elements) - min(room.free(elements) for room in known)
         link = Link.slowest(links) if links else None  # [guard: the slowest link of all ranks]
-        peak = Peak(self.peak.at(elements), max(elements, self.peak.elements), self.peak.allocated)
-        return self.less(reserve)._replace(peak=peak, link=link)
+        return self.less(reserve)._replace(link=link)
 
     def less(self, reserve: int) -> Room:
         """Return the room without some bytes of it."""
         return self if self.limit is None else self._replace(limit=self.limit - reserve)
 
-    def free(self, elements: int = 0) -> int:
+    def free(self, elements: int) -> int:
         """Return the bytes that the leanest pass leaves free, with as many elements; negative where it does not fit."""
         return (self.limit or 0) - self.peak.at(elements)
 
@@ -134,6 +132,7 @@ class Findings:
     adopts: bool = False  # groups are offloaded with what was saved before them
     budget: int | None = None  # bytes of device memory that the program allows
     limit: int | None = None  # bytes of device memory that a pass may take
+    short: int = 0  # bytes that earlier plans counted on and did not find
     reserve: int = 0  # bytes by which the limit is smaller for the rank that takes most
     device_bytes: int | None = None  # that the device has
     largest: int = 0  # bytes of the largest tensor
@@ -155,6 +154,25 @@ class Findings:
     link: Link | None = None  # with all ranks copying; None if nothing can be offloaded
     host_limit: int | None = None  # bytes of host memory that a pass may take
     _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def room(self, lean: TimedPass, backend: Backend) -> Room:
+        """Return the room of this rank by the leanest pass, which was measured."""
+        meter, self.device_bytes, self.largest = lean.meter, backend.memory_limit(), lean.largest
+        assert meter is not None
+        if not meter.borders:
+            return Room()
+        lean.wait(backend)
+        if self.device_bytes is None:
+            return Room(link=measured_link(meter))
+        # Earlier passes, whose backward is still to come, may keep everything.
+        in_flight = lean.waiting * sum(map(sum, lean.sizes))
+        limit = max(self._most(self.largest, self.device_bytes) - in_flight, 0)
+        return Room(limit, lean.highest(), measured_link(meter)).less(self.short)
+
+    def _most(self, largest: float, device_bytes: int) -> int:
+        """Return the bytes that a pass may take whose largest tensor has so many."""
+        most = usable(device_bytes, round(largest))
+        return most if self.budget is None else min(most, self.budget)
 
     def chosen(self, **changes: Any) -> Plan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
@@ -247,10 +265,8 @@ class Findings:
             return limit - self.reserve
         if self.limit is None or self.device_bytes is None:
             return self.limit
-        sizes = self.largest, max(tokens / self.tokens, 1.0) * self.largest
-        usual, larger = (usable(self.device_bytes, round(nbytes)) for nbytes in sizes)
-        most = inf if self.budget is None else self.budget
-        return round(self.limit - min(most, usual) + min(most, larger))
+        larger = max(tokens / self.tokens, 1.0) * self.largest
+        return self.limit - self._most(self.largest, self.device_bytes) + self._most(larger, self.device_bytes)
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.

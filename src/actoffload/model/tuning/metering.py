@@ -18,7 +18,7 @@ from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...schedule.execution_order import GroupKey
 from ...tune.meter import SHARERS, Meter, saved_in
-from ..follow import FollowedModule
+from ..follow import ModelState
 from ..replays import OperatorTimes
 
 __all__ = ["LEAN", "TRACED", "Peak", "Stage", "TimedPass", "count_elements"]
@@ -85,19 +85,13 @@ class TimedPass:
 
     @staticmethod
     def begin(
-        stage: Stage,
-        number: int,
-        inputs: Sequence[torch.Tensor],
-        engine: Engine,
-        groups: Iterable[FollowedModule],
-        *,
-        memory: bool,
+        stage: Stage, number: int, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool
     ) -> TimedPass:
         """Return a pass that begins now, which is measured by group in some stages.
 
         `memory`: its peak is read, which takes longer.
         """
-        backend = engine.backend
+        engine, backend = state.engine, state.engine.backend
         if stage in MEASURED:
             backend.occupy(BUSY)
         allocated = (backend.allocated() or (0, 0))[0] if memory else 0
@@ -105,7 +99,7 @@ class TimedPass:
         timed = TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
         timed.refused_before = engine.counters.kept(Reason.HOST_FULL)
         if stage in MEASURED:
-            modules = [module for group in groups if (module := group.ref()) is not None]
+            modules = [module for group in state.groups if (module := group.ref()) is not None]
             parts = dict.fromkeys(part for group in modules for part in group.modules())
             timed.meter = Meter(backend, engine.counters, memory=True, modules=parts)
             engine.record(timed.meter)
@@ -145,6 +139,13 @@ class TimedPass:
             return
         if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
             backend.synchronize(backend.current_device())
+
+    @property
+    def largest(self) -> int:
+        """At most how many bytes the largest tensor of a pass has that was measured by group."""
+        assert self.meter is not None
+        saved = max((nbytes for sizes in self.sizes for nbytes in sizes), default=0)
+        return max((saved, *(border.temporary for border in self.meter.borders)))
 
     def outside(self, backend: Backend) -> float:
         """Return the seconds of it before its first group and behind the last one."""

@@ -26,23 +26,20 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from ..._torch.modules import is_compiled
-from ...device.base import Backend, current_stream, usable
-from ...engine.engine import Engine
+from ...device.base import current_stream
 from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
 from ...schedule.costs import LayerCost, Link
-from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import gradient_bytes, layer_costs, measured_link
+from ...tune.costs import gradient_bytes, layer_costs
 from ...tune.trials import Trial, fits, try_plans
-from ..follow import FollowedModule
-from ..reporting import group_names
+from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
 from .metering import TRACED, Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "representatives", "room_in", "timed_operators"]
+__all__ = ["Script", "Steps", "representatives", "timed_operators"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
@@ -53,29 +50,6 @@ LONGER = 0.05  # part of the simulated time by which a pass takes longer that is
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
 
 
-def largest_tensor(lean: TimedPass) -> int:
-    """Return at most how many bytes the largest tensor of a measured pass has."""
-    assert lean.meter is not None
-    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
-    return max((saved, *(border.temporary for border in lean.meter.borders)))
-
-
-def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
-    """Return the room that there is by a measured pass that offloaded everything."""
-    limit, meter = backend.memory_limit(), lean.meter
-    if meter is None or not meter.borders:
-        return Room()
-    lean.wait(backend)
-    link = measured_link(meter)
-    if limit is None:
-        return Room(link=link)
-    limit = usable(limit, largest_tensor(lean))
-    # Earlier passes, whose backward is still to come, may keep everything.
-    in_flight = lean.waiting * sum(map(sum, lean.sizes))
-    limit = limit if budget is None else min(limit, budget)
-    return Room(max(limit - in_flight, 0), lean.highest(), link)
-
-
 class Script:
     """Finds out what the first passes show, and the plan that follows from it.
 
@@ -83,30 +57,24 @@ class Script:
 
     Parameters
     ----------
-    engine, groups, plans, budget, policies
+    state, policies
         As in `Tuner`.
+    found : Findings
+        Takes what the passes show; it has what is known before them.
     room_of_all : callable
         From the room of this rank to the room with which a plan fits in all ranks.
-    short : int
-        Bytes of the room that earlier plans did not find.
-    allocated : int
-        Bytes that may be allocated before a pass, as far as that is known.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        groups: Sequence[FollowedModule],
-        plans: GroupPlans,
-        budget: int | None,
+        state: ModelState,
+        found: Findings,
         policies: Mapping[int, Policy],
         room_of_all: Callable[[Room], Room],
-        short: int,
-        allocated: int,
     ) -> None:
-        self._backend, self._host_room, self._groups, self._plans = engine.backend, engine.host_room, groups, plans
-        self._policies, self._room_of_all, self._short, self._allocated = policies, room_of_all, short, allocated
-        self.found = Findings(budget=budget)
+        self._state, self._policies, self._room_of_all = state, policies, room_of_all
+        self._backend, self._host_room = state.engine.backend, state.engine.host_room
+        self.found = found
         self._most = 0  # elements of inputs so far
 
     def run(self) -> Steps:
@@ -132,9 +100,9 @@ class Script:
         Of several compiled groups that cost the same, one is not run again in `Stage.LEAN`.
         """
         known = frozenset[int]().union(*(each.operators.groups for each in traced if each.operators is not None))
-        several = representatives(self._groups, self._policies, several=True)
-        ran = {key.group for key in self._plans.order} & self._policies.keys()
-        unknown = [self._groups[group] for group in ran - known]
+        several = representatives(self._state.groups, self._policies, several=True)
+        ran = {key.group for key in self._state.plans.order} & self._policies.keys()
+        unknown = [self._state.groups[group] for group in ran - known]
         return any(not (self._is_compiled(group) and kind_of(group) in several) for group in unknown)
 
     def _pass(self, stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
@@ -171,11 +139,10 @@ class Script:
             lean.tokens,
             gradient_bytes(lean.meter, len(lean.sizes)),
         )
-        found.device_bytes, found.largest = self._backend.memory_limit(), largest_tensor(lean)
-        own = room_in(lean, self._backend, found.budget).less(self._short)
+        own = found.room(lean, self._backend)
         room = self._room_of_all(own)
         found.link = room.link
-        found.allocated_before = max(lean.meter.allocated_before, self._allocated)
+        found.allocated_before = max(lean.meter.allocated_before, found.allocated_before)
         if own.limit is None or room.limit is None:
             return
         found.reserve, found.limit = own.limit - room.limit, room.limit
@@ -187,9 +154,9 @@ class Script:
         found = self.found
         assert lean.meter is not None
         if not lean.sequence:
-            names = group_names(self._groups, self._plans.order)
+            names = self._state.names()
             return Plan(max(len(names), 1), names=names, because="No group has run.")
-        names = group_names(self._groups, lean.sequence)
+        names = self._state.names(lean.sequence)
         found.outside = lean.outside(self._backend)
         found.link = found.link or self._probed_link()
         room = self._host_room()
@@ -221,7 +188,7 @@ class Script:
                 continue
             for key, cost in zip(timed.sequence, self._costs(timed), strict=True):
                 if cost.unpacks_at_once:
-                    kind = kind_of(self._groups[key.group])
+                    kind = kind_of(self._state.groups[key.group])
                     both = *compiled.get(kind, ()), cost
                     compiled[kind] = max(both, key=attrgetter("nbytes")), min(both, key=attrgetter("nbytes"))
         operators: dict[int, tuple[OperatorCost, ...]] = {}
@@ -232,7 +199,7 @@ class Script:
         for key, cost in zip(sequence, costs, strict=True):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own, again = compiled.get(kind_of(self._groups[key.group]), (cost, cost))
+            own, again = compiled.get(kind_of(self._state.groups[key.group]), (cost, cost))
             if once and not cost.unpacks_at_once and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
             elif once and cost.unpacks_at_once and own.nbytes > again.nbytes:
@@ -249,7 +216,7 @@ class Script:
     def _costs(self, timed: TimedPass) -> list[LayerCost]:
         """Return what each group of a measured pass costs."""
         assert timed.meter is not None
-        groups = [self._groups[key.group] for key in timed.sequence]
+        groups = [self._state.groups[key.group] for key in timed.sequence]
         compiled = {k for k, group in enumerate(groups) if self._is_compiled(group)}
         kinds = list(map(kind_of, groups))
         return layer_costs(timed.meter, timed.sizes, kinds, compiled, self.found.allocated_before)

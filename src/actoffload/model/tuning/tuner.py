@@ -19,21 +19,18 @@ from typing import Any
 
 from ..._text import size
 from ..._warnings import warn
-from ...engine.engine import Engine
 from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...replay import Policy
-from ...report.build import PassLog
-from ...schedule.execution_order import GroupKey, GroupPlans, Roles, remap
+from ...schedule.execution_order import GroupKey, Roles, remap
 from ...schedule.plan import Plan
 from ...tune.meter import Meter
-from ..follow import FollowedModule, Mode, PassSettings, TakeTimes
-from ..reporting import group_names
+from ..follow import ModelState, TakeTimes
+from ..steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
 from .findings import Findings, Room
 from .metering import LEAN, Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
-from .script import Script, Steps, representatives, room_in
-from .steering import RolesOfPlan, recomputing, scheduled_plan
+from .script import Script, Steps, representatives
 
 __all__ = ["Tuner"]
 
@@ -58,10 +55,8 @@ class Tuner:
 
     Parameters
     ----------
-    engine, groups, plans, log
+    state : ModelState
         Of the model.
-    title : str
-        What the log calls the model.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
     recompute : mapping of int to Policy
@@ -81,18 +76,14 @@ class Tuner:
 
     def __init__(
         self,
-        engine: Engine,
-        groups: Sequence[FollowedModule],
-        plans: GroupPlans,
-        log: PassLog,
-        title: str,
+        state: ModelState,
         budget: int | None,
         recompute: Mapping[int, Policy],
         policies: Mapping[int, Policy],
         ranks: Ranks,
     ) -> None:
-        self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget, self._always, self._policies, self._ranks = budget, recompute, policies, ranks
+        self._state, self._engine, self._log = state, state.engine, state.log
+        self._always, self._policies, self._ranks = recompute, policies, ranks
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
@@ -101,10 +92,9 @@ class Tuner:
         self._chosen: Findings | None = None  # whose plan is kept
         self._roles: RolesOfPlan | None = None  # of the latest plan
         self._unfinished = self._passed_over = self._larger = 0  # passes in a row
-        self._short = 0  # bytes of memory that plans counted on and did not find
-        self._failed = engine.backend.out_of_memory_errors()  # allocations so far
+        self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
-        self.found = Findings()
+        self.found = Findings(budget=budget)
         self.stage: Stage | None = None
         self._steps: Steps | None = None  # none where another rank decides
         self._begin(1)
@@ -114,22 +104,13 @@ class Tuner:
 
         `allocated`: bytes before a pass that may come again.
         """
-        ranks, self.begun, self._beside = self._ranks, number, 0
-        room_of_all = ranks.room_of_all
-        if again and self.found.limit is not None:
-            room_of_all = partial(Room.less, reserve=self.found.reserve)
-        script = Script(
-            self._engine,
-            self._groups,
-            self._plans,
-            self._budget,
-            self._policies,
-            room_of_all,
-            self._short,
-            allocated,
-        )
-        steps = script.run()
-        self.found, self.stage, self._steps = script.found, next(steps), steps
+        self.begun, self._beside, before = number, 0, self.found
+        room_of_all = self._ranks.room_of_all
+        if again and before.limit is not None:
+            room_of_all = partial(Room.less, reserve=before.reserve)
+        self.found = Findings(budget=before.budget, short=before.short, allocated_before=allocated)
+        steps = Script(self._state, self.found, self._policies, room_of_all).run()
+        self.stage, self._steps = next(steps), steps
 
     # What is known
 
@@ -147,9 +128,9 @@ class Tuner:
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.plan is None:
             because = ALONE if self._alone else UNTIMED if self.untimed else MEASURING
-            return scheduled_plan(self._groups, self._plans, self._log, because, self._always)
-        order = self._plans.order
-        return recomputing(remap(self._chosen.plan, group_names(self._groups, order)), order, self._always)
+            return scheduled_plan(self._state, because, self._always)
+        order = self._state.plans.order
+        return recomputing(remap(self._chosen.plan, self._state.names()), order, self._always)
 
     def costs(self) -> Findings:
         """Return what was measured for the plan."""
@@ -192,7 +173,7 @@ class Tuner:
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
-            timed = TimedPass.begin(stage, self._number, tensors, self._engine, self._groups, memory=memory)
+            timed = TimedPass.begin(stage, self._number, tensors, self._state, memory=memory)
             self._timed = timed
             return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
@@ -204,7 +185,7 @@ class Tuner:
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
-        self._plans.learn(sequence)
+        self._state.plans.learn(sequence)
         timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
         if timed is not None:
             timed.saw(done, sequence, self._engine)
@@ -256,10 +237,10 @@ class Tuner:
         """Run the script again, for less memory, if the device ran out of it with a plan."""
         failed, limit = self._engine.backend.out_of_memory_errors(), self.found.limit
         if failed > self._failed and limit is not None and self._ranks.exchange is None:
-            self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
+            self.found.short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
-            less = f"plans leave {size(self._short)} of it from here on"
-            logger.warning("The device ran out of memory with the plan of %s: %s.", self._title, less)
+            less = f"plans leave {size(self.found.short)} of it from here on"
+            logger.warning("The device ran out of memory with the plan of %s: %s.", self._state.root.name, less)
         self._failed = failed
 
     # Stages
@@ -297,14 +278,14 @@ class Tuner:
             return self._planned(self.found)
         policies = {**self._policies, **self._always}
         if stage is not Stage.FIRST:
-            for group in representatives(self._groups, self._policies, several=stage is Stage.LEAN).values():
+            for group in representatives(self._state.groups, self._policies, several=stage is Stage.LEAN).values():
                 policies.pop(group, None)
         return self._leanest(policies, take_times)
 
     def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        return PassSettings(Mode.WHOLE, self._plans.order, lambda order: roles(len(order)), policies, take_times)
+        return PassSettings(Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), policies, take_times)
 
     def _planned(self, found: Findings) -> PassSettings:
         """Return how a forward with a plan is followed."""
@@ -314,11 +295,11 @@ class Tuner:
             self._engine.counters.passes += 1
             return PassSettings(Mode.IDLE)
         mode = Mode.WHOLE if found.adopts else Mode.SCOPED
-        return PassSettings(mode, self._plans.order, roles.roles, recompute)
+        return PassSettings(mode, self._state.plans.order, roles.roles, recompute)
 
     def _whole(self) -> PassSettings:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
-        order = self._plans.order
+        order = self._state.plans.order
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
         found = self.found if trying else self._chosen
@@ -332,7 +313,7 @@ class Tuner:
         if self._roles is None or self._roles.plan is not found.plan:
             # Blocks may be skipped at random: the measured pass may not have had some that come later.
             full = found.limit is not None and found.bare.at(found.size) > found.limit
-            self._roles = RolesOfPlan(self._groups, found.plan, offload_others=full)
+            self._roles = RolesOfPlan(self._state, found.plan, offload_others=full)
         return self._roles
 
     # Other ranks
@@ -340,7 +321,7 @@ class Tuner:
     def _show_room(self, timed: TimedPass) -> None:
         """Post how much room this rank has, as the leanest pass has shown."""
         if timed.stage is Stage.LEAN and timed.meter is not None:
-            room, before = room_in(timed, self._engine.backend, self._budget), timed.meter.allocated_before
+            room, before = self.found.room(timed, self._engine.backend), timed.meter.allocated_before
             # With gradient accumulation, gradients are there before some passes only.
             self._own = room, max(before, self._own[1] if self._own else 0)
             self._ranks.show_room(room)
@@ -378,16 +359,16 @@ class Tuner:
             if not plan.recomputed:
                 self._log.nothing_offloaded(replayed=bool(self._always))
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
-        if self._budget is not None and peak is not None and peak > self._budget:
+        if chosen.budget is not None and peak is not None and peak > chosen.budget:
             warn(
-                f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
+                f"memory_budget is {size(chosen.budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
                 "that plan is used."
             )
         passes = f"passes {self.begun} to {self._number}"
         if self._ranks.exchange is not None:
             passes += f" by rank {self._ranks.exchange.leader}"
             self._ranks.decide(self._number, Decision(None, chosen))
-        logger.info("%s", chosen.decision(self._title, passes))
+        logger.info("%s", chosen.decision(self._state.root.name, passes))
 
     def _renews(self) -> bool:
         """Return whether the script runs again from this pass on.

@@ -1,0 +1,193 @@
+"""How the forwards of a model are followed: the settings of a pass, and what decides them: a schedule, or a plan.
+
+`[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
+model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
+groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
+it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
+Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the
+angles of rotary embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from ..engine.passes import ModelPass
+from ..replay import Policy, names_of, saving
+from ..schedule.execution_order import GroupKey, Roles, remap
+from ..schedule.plan import Plan
+from .follow import ModelState, TakeTimes
+
+__all__ = [
+    "ByPlan",
+    "BySchedule",
+    "Mode",
+    "PassSettings",
+    "RolesOfPlan",
+    "Steering",
+    "recomputing",
+    "scheduled_plan",
+]
+
+
+class Mode(enum.Enum):
+    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
+
+    IDLE = "nowhere"
+    SCOPED = "in the groups that are offloaded or recomputed"
+    WHOLE = "in the whole forward"
+
+
+@dataclass(frozen=True, slots=True)
+class PassSettings:
+    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
+
+    mode: Mode
+    order: Sequence[GroupKey] = ()
+    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+    recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
+    take_times: TakeTimes | None = None  # takes the times of the operators of a group
+    begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
+
+
+class Steering(Protocol):
+    """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Return how the forward that begins now is followed.
+
+        Parameters
+        ----------
+        inputs : tuple
+            Arguments and keyword arguments of the module that is called.
+        alone : bool
+            A group is called, and not the model itself.
+        busy : bool
+            Another thread runs a forward of the model.
+        """
+
+    def forward_ends(self, output: Any) -> None:
+        """Note that the model returns `output`."""
+        return
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`."""
+
+    @property
+    def settling(self) -> bool:
+        """Whether passes are measured for a plan that is not final."""
+        return False
+
+    def retire(self) -> None:
+        """Stop measuring: the model is followed no longer, or something else steers."""
+        return
+
+    def plan(self) -> Plan:
+        """Return the present plan."""
+
+    def costs(self) -> Any:
+        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
+        raise RuntimeError(
+            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
+            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
+        )
+
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
+        return ""
+
+
+class BySchedule(Steering):
+    """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
+
+    def __init__(self, state: ModelState, because: str = "", recompute: Mapping[int, Policy] | None = None) -> None:
+        self._state, self._because, self._recompute = state, because, recompute or {}
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Follow the whole forward."""
+        plans = self._state.plans
+        return PassSettings(Mode.WHOLE, plans.order, plans.roles, self._recompute)
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Learn the order of the groups."""
+        self._state.plans.learn(sequence)
+        if not done.partly:
+            self._state.log.forward_done(done, sequence)
+
+    def plan(self) -> Plan:
+        """Return the plan for the order of the latest pass."""
+        return scheduled_plan(self._state, self._because, self._recompute)
+
+
+def scheduled_plan(state: ModelState, because: str, recompute: Mapping[int, Policy]) -> Plan:
+    """Return the plan of a schedule for the order of the latest pass."""
+    order = state.plans.order
+    plan = replace(state.plans.roles(order).plan, names=state.names(), nbytes=state.log.bytes_of(order))
+    return recomputing(replace(plan, because=because), order, recompute)
+
+
+def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> Plan:
+    """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
+    if not policies:
+        return plan
+    saves = plan.saves or (None,) * len(order)
+    found = [
+        names_of(policies[key.group]) if key.group in policies else policy
+        for key, policy in zip(order, saves, strict=True)
+    ]
+    return replace(plan, saves=tuple(found))
+
+
+class RolesOfPlan:
+    """What a plan means: `roles` of the groups of any order, and how groups are recomputed.
+
+    `offload_others`: groups that the plan does not know are offloaded.
+    """
+
+    def __init__(self, state: ModelState, plan: Plan, *, offload_others: bool = False) -> None:
+        self.plan = plan
+        saves = dict(zip(plan.names, plan.saves, strict=False))
+        names = state.names(map(GroupKey, range(len(state.groups))))
+        self.recompute: Mapping[int, Policy] = {
+            k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
+        }
+
+        @lru_cache(maxsize=64)  # of a model whose order changes
+        def roles(order: tuple[GroupKey, ...]) -> Roles:
+            return Roles.of(remap(plan, state.names(order), offload_others=offload_others), planned=True)
+
+        self.roles = roles
+
+
+class ByPlan(BySchedule):
+    """Offload and recompute by a plan that was given; `recompute` has the groups that may be recomputed."""
+
+    def __init__(self, state: ModelState, plan: Plan, recompute: Mapping[int, Policy] | None = None) -> None:
+        self._roles = RolesOfPlan(state, plan)
+        again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
+        super().__init__(state, recompute=again)
+        self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
+        self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Follow the forward, or the groups that are offloaded if that is enough."""
+        mode = Mode.WHOLE if alone or busy or self._state.log.records else self._mode
+        return PassSettings(mode, self._state.plans.order, self._roles.roles, self._recompute)
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Learn the order of the groups."""
+        if not done.partly:
+            self._mode = Mode.WHOLE if done.adopted else Mode.SCOPED
+        ways = self._ways | dict(zip(sequence, (layer.recomputed for layer in done.layers), strict=False))
+        if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
+            self._state.log.forward_done(done, sequence)
+        self._ways = ways
+        super().pass_ends(done, sequence)
+
+    def plan(self) -> Plan:
+        """Return the plan that was given, for the order of the latest pass."""
+        return remap(self._roles.plan, self._state.names())
