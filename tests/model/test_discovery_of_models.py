@@ -14,8 +14,8 @@ from saving import default_groups, share_in
 from test_stacks_of_models import BART, HUGGING_FACE, SMALL, library
 from whole_model import offload
 
+from actoffload._text import name_pattern
 from actoffload.model.discovery import ENOUGH
-from actoffload.model.select import starred
 
 
 def check(model, *args, **kwargs):
@@ -27,7 +27,7 @@ def check(model, *args, **kwargs):
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs = {**kwargs, "use_cache": False}
     assert "they change" not in whole_model(model, lambda: model(*args, **kwargs))
-    return dict(Counter(starred(of.name) for of in groups))
+    return dict(Counter(name_pattern(of.name) for of in groups))
 
 
 def test_blocks_of_lists_of_layers():

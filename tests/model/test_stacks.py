@@ -17,7 +17,8 @@ from structures import (
 )
 from torch import nn
 
-from actoffload.model.select import Names, choose, find_stacks, starred
+from actoffload._text import name_pattern
+from actoffload.model.select import Names, choose, find_stacks
 
 
 def found(model: nn.Module) -> dict[str, int]:
@@ -27,7 +28,7 @@ def found(model: nn.Module) -> dict[str, int]:
     modules = dict(model.named_modules())
     assert all(modules[each.name] is each.module for each in chosen)
     assert [each.name for each in chosen] == [n for n, m in modules.items() if any(m is c.module for c in chosen)]
-    return dict(Counter(starred(each.name) for each in chosen))
+    return dict(Counter(name_pattern(each.name) for each in chosen))
 
 
 ALL = {**PLAIN, **PARTS, **STAGES, **LEAVES}

@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
-from actoffload.model.select import Names, block_type, choose, starred
+from actoffload._text import name_pattern
+from actoffload.model.select import Names, block_type, choose
 
 
 def found(model: torch.nn.Module) -> dict[tuple[str, str], int]:
     chosen = choose(Names(model), None)
-    return dict(Counter((starred(each.name), block_type(each.module).__name__) for each in chosen))
+    return dict(Counter((name_pattern(each.name), block_type(each.module).__name__) for each in chosen))
 
 
 def library(name: str):

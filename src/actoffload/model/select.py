@@ -40,7 +40,7 @@ from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .._text import fold_names
+from .._text import fold_names, name_pattern
 from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, registered
 from .._warnings import warn
 from .follow import split_group_name
@@ -59,7 +59,6 @@ __all__ = [
     "runs",
     "shapes",
     "split_default",
-    "starred",
     "unwrap",
     "with_wrapped",
     "written",
@@ -172,11 +171,8 @@ class Names:
         return found
 
     def kind(self, name: str) -> str:
-        """Return a name with ``*`` in place of indices, also in names like ``block_3`` in a list."""
-        above, _, last = name.rpartition(".")
-        if isinstance(unwrap(self.modules[above]), CONTAINERS):
-            last = re.sub(r"\d+$", "*", last)
-        return starred(f"{above}.{last}" if above else last) or self.title
+        """Return a name with ``*`` in place of indices; the root has the name of its class."""
+        return name_pattern(name) or self.title
 
     def chosen(self, kinds: Mapping[str, str]) -> tuple[Chosen, ...]:
         """Return modules in registration order, each under its first name, with the kind that it has there."""
@@ -200,11 +196,6 @@ def _spellings(given: str) -> Iterator[str]:
         if parts[0] != "module":
             return
         del parts[0]
-
-
-def starred(name: str) -> str:
-    """Return a dotted name with ``*`` in place of indices."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 # Repeated blocks
@@ -469,7 +460,7 @@ def _modules(names: Names, name: str, opened: bool, kind: str | None) -> Iterato
         yield names.first[names.modules[name]], kind or names.kind(name)
         return
     for child in children(inner):
-        yield from _modules(names, names.first[child], False, kind or starred(f"{name}.*" if name else "*"))
+        yield from _modules(names, names.first[child], False, kind or name_pattern(f"{name}.*" if name else "*"))
 
 
 # Messages
@@ -489,7 +480,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 def _similar(names: Names, entry: str) -> str:
     """Name modules that the entry may mean, and others: paths and patterns that match something."""
-    there = list(dict.fromkeys(starred(name) for name in names.modules if name))
+    there = list(dict.fromkeys(name_pattern(name) for name in names.modules if name))
     if not there:
         return "It has no modules inside."
     anywhere = [f"*.{name.rpartition('.')[2]}" for name in there if "." in name]
