@@ -42,7 +42,7 @@ import torch
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, opaque
+from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, is_compiled, opaque
 from ..engine.engine import Engine
 from ..replay import Program
 from ..report.build import PassLog
@@ -84,6 +84,11 @@ class FollowedModule:
     group: int = -1  # its index among the chosen modules
     kind: str = ""  # groups of one kind are scheduled alike
     compiled: bool = False  # it was called in a model that is compiled as a whole
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs as compiled code."""
+        return self.compiled or is_compiled(self.module)
 
     @property
     def module(self) -> Module:

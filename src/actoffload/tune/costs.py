@@ -93,10 +93,6 @@ def layer_costs(
     """
     times = meter.times()[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
-    other = {
-        (border.kind, border.layer, border.ends): (border.other_bytes + more, border.temporary)
-        for border in meter.borders
-    }
     host = dict[tuple[Kind, Hashable], float]()
     for (kind, k), taken in meter.host_seconds().items():
         host[kind, kinds[k]] = min(taken, host.get((kind, kinds[k]), taken))
@@ -107,9 +103,10 @@ def layer_costs(
     costs = []
     for k in groups:
         (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
-        borders = [(kind, k, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
-        least = min((other[border][0] for border in borders if border in other), default=0)
-        levels, temporaries = zip(*(other.get(border, (least, 0)) for border in borders), strict=True)
+        borders = meter.around(k)
+        least = min((border.other_bytes for border in borders if border is not None), default=0)
+        first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
+        temporaries = [0 if border is None else border.temporary for border in borders]
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k])
         host_forward, host_backward = (host.get((kind, kinds[k]), 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
         costs.append(
@@ -119,7 +116,7 @@ def layer_costs(
                 saved,
                 gap_forward=gap_forward,
                 gap_backward=gap_backward,
-                other_bytes=levels,
+                other_bytes=(first, second, third, fourth),
                 gap_forward_temporary=temporaries[0],
                 forward_temporary=temporaries[1],
                 gap_backward_temporary=temporaries[2],
@@ -134,9 +131,8 @@ def layer_costs(
 
 def gradient_bytes(meter: Meter, groups: int) -> tuple[tuple[int, ...], ...]:
     """Return the new gradients that were there at the four borders of each group, as in `LayerCost.other_bytes`."""
-    found = {(border.kind, border.layer, border.ends): border.gradients for border in meter.borders}
-    borders = [(kind, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
-    return tuple(tuple(found.get((kind, k, ends), 0) for kind, ends in borders) for k in range(groups))
+    around = map(meter.around, range(groups))
+    return tuple(tuple(0 if border is None else border.gradients for border in borders) for borders in around)
 
 
 def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCost:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module
@@ -44,10 +44,6 @@ SHARERS = 2
 class Border:
     """The start or the end of a group's forward or backward, as the host came to it."""
 
-    step: Hashable  # of which it is a part; see `Meter.step_of`
-    kind: Kind
-    layer: int
-    ends: bool
     event: StreamEvent
     host: float  # seconds, without those that measuring took
     allocated: int = 0  # bytes of device memory; 0 if not known
@@ -81,6 +77,9 @@ class Copy(NamedTuple):
 
 PASS = "pass"  # what a model has in place of the steps of a pipeline
 
+Place: TypeAlias = tuple[Hashable, Kind, int, bool]
+"""Where a border is: its step, see `Meter.step_of`, forward or backward, the group, and whether that ends there."""
+
 
 class Meter(TimelineRecorder):
     """Records borders of groups and copies, at a cost of some microseconds each.
@@ -105,9 +104,8 @@ class Meter(TimelineRecorder):
         self._between = True  # no group runs
         self._temporary = 0
         self._allocated = self.allocated_before = self._sample()[0]
-        self.borders: list[Border] = []
+        self.borders: dict[Place, Border] = {}  # in the order in which the host came to them
         self._transfers: list[_Transfer] = []
-        self._noted: set[tuple[Hashable, Kind, int, bool]] = set()
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
@@ -150,12 +148,11 @@ class Meter(TimelineRecorder):
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
         step = self.step_of(owner) if isinstance(owner, Pass) else None
-        border = step, kind, layer, ends
-        if step is None or border in self._noted:
+        place = step, kind, layer, ends
+        if step is None or place in self.borders:
             return
-        if ends and (step, kind, layer, False) not in self._noted:  # [guard: end without a start]
+        if ends and (step, kind, layer, False) not in self.borders:  # [guard: end without a start]
             return
-        self._noted.add(border)
         if not ends and self.keeps_busy:
             self._let_host_ahead()
         event = self._backend.record_timed(current_stream(self._backend))
@@ -167,7 +164,7 @@ class Meter(TimelineRecorder):
         # Forwards make none, and it takes long.
         gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
         other = self._other_bytes(owner)
-        self.borders.append(Border(step, kind, layer, ends, event, host, allocated, temporary, other, gradients))
+        self.borders[place] = Border(event, host, allocated, temporary, other, gradients)
         self._spent += self._backend.host_time() - now
 
     def _other_bytes(self, owner: object) -> int:
@@ -203,28 +200,40 @@ class Meter(TimelineRecorder):
         gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
         return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
 
+    def around(self, layer: int) -> list[Border | None]:
+        """Return where the forward and the backward of a group of a model begin and end; None where they do not."""
+        kinds = Kind.FORWARD, Kind.BACKWARD
+        return [self.borders.get((PASS, kind, layer, ends)) for kind in kinds for ends in (False, True)]
+
+    @property
+    def first(self) -> StreamEvent:
+        """The first border, from which times count."""
+        return next(iter(self.borders.values())).event
+
     def passed(self) -> bool:
         """Return whether the device has passed all borders and copies, so that they may be read."""
-        events = [*(border.event for border in self.borders), *(transfer.ended for transfer in self._transfers)]
+        events = [
+            *(border.event for border in self.borders.values()),
+            *(transfer.ended for transfer in self._transfers),
+        ]
         return all(map(self._backend.passed, reversed(events)))
 
     def times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
         """Return by step the seconds of the device until each border, as if no copy had been waited for."""
-        stalled, first = self._stalls(), self.borders[0].event
-        found: dict[Hashable, dict[tuple[Kind, int, bool], float]] = {}
-        for each in self.borders:
-            at = self._backend.elapsed(first, each.event)
-            found.setdefault(each.step, {})[each.kind, each.layer, each.ends] = at - stalled(at)
+        stalled, found = self._stalls(), dict[Hashable, dict[tuple[Kind, int, bool], float]]()
+        for (step, kind, layer, ends), border in self.borders.items():
+            at = self._backend.elapsed(self.first, border.event)
+            found.setdefault(step, {})[kind, layer, ends] = at - stalled(at)
         return found
 
     def host_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return for how long the host queued the forward and the backward of each group, also while it waited."""
-        at = {(border.kind, border.layer, border.ends): border.host for border in self.borders}
-        return {(k, n): host - at[k, n, False] for (k, n, ends), host in at.items() if ends and (k, n, False) in at}
+        ended = {place: border.host for place, border in self.borders.items() if place[-1]}
+        return {(kind, k): host - self.borders[step, kind, k, False].host for (step, kind, k, _), host in ended.items()}
 
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
-        first, elapsed = self.borders[0].event, self._backend.elapsed
+        first, elapsed = self.first, self._backend.elapsed
         waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
         stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
@@ -233,7 +242,7 @@ class Meter(TimelineRecorder):
 
     def copies(self, kind: Kind) -> list[Copy]:
         """Return the copies in one direction, in the order in which they ran."""
-        elapsed, first = self._backend.elapsed, self.borders[0].event
+        first, elapsed = self.first, self._backend.elapsed
         found = [transfer for transfer in self._transfers if transfer.kind is kind]
         return sorted(
             Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
@@ -335,16 +344,15 @@ class StepMeter(Meter):
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
         begun = backend.record_timed(current_stream(backend))
-        self.borders.append(Border(None, Kind.FORWARD, WHOLE, False, begun, backend.host_time()))
+        self.borders[None, Kind.FORWARD, WHOLE, False] = Border(begun, backend.host_time())
         self._ended: StreamEvent | None = None
 
     def temporaries(self, stage: int | None = None) -> dict[tuple[Kind, int, bool], int]:
         """Return the most bytes that were allocated for a time before each border, of one stage or of all."""
         found: dict[tuple[Kind, int, bool], int] = {}
-        for each in self.borders:
-            if stage is None or (isinstance(each.step, Step) and each.step.stage == stage):
-                border = each.kind, each.layer, each.ends
-                found[border] = max(found.get(border, 0), each.temporary)
+        for (step, kind, layer, ends), border in self.borders.items():
+            if stage is None or (isinstance(step, Step) and step.stage == stage):
+                found[kind, layer, ends] = max(found.get((kind, layer, ends), 0), border.temporary)
         return found
 
     def end(self) -> None:
@@ -354,12 +362,12 @@ class StepMeter(Meter):
     def seconds(self) -> float:
         """Return how long the whole step took, with all that it waited for."""
         assert self._ended is not None
-        return self._backend.elapsed(self.borders[0].event, self._ended)
+        return self._backend.elapsed(self.first, self._ended)
 
     def note(self, step: Step, ends: bool) -> None:
         """Note the time and the memory where a computation begins or ends."""
         event = self._backend.record_timed(current_stream(self._backend))
-        self.borders.append(Border(step, _kind(step.computation), WHOLE, ends, event, self._backend.host_time()))
+        self.borders[step, _kind(step.computation), WHOLE, ends] = Border(event, self._backend.host_time())
         self._computing[step.stage] = step
         if ends:
             del self._computing[step.stage]

@@ -317,15 +317,6 @@ class Findings:
         limit = self.limit if room.limit is None else room.limit
         return replace(self, limit=limit, allocated_before=allocated, bare=bare, more=more)
 
-    def decision(self, title: str, passes: str) -> str:
-        """Return what was measured in some passes of a model and decided, in a line."""
-        plan = self.plan
-        assert plan is not None
-        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {title}"
-        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
-        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in {passes}"
-        return f"{line}. {plan.because}" if plan.because else line
-
 
 def _rounded(limit: int | None) -> int | None:
     """Return a limit with a little room for sizes that are rounded up."""

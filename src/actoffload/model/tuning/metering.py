@@ -21,7 +21,7 @@ from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import ModelState
 from ..replays import OperatorTimes
 
-__all__ = ["LEAN", "TRACED", "Peak", "Stage", "TimedPass", "count_elements"]
+__all__ = ["Peak", "Stage", "TimedPass", "count_elements"]
 
 BUSY = 0.02
 """Seconds for which the device is kept busy before a measured pass."""
@@ -31,14 +31,8 @@ class Stage(enum.Enum):
     """What a pass is for."""
 
     FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
-    PLAIN = "the same, for groups that were not traced; a compiled group that is alone of its kind is not run again"
-    LEAN = "everything is replayed and offloaded, measured by group; one of several compiled groups is not run again"
+    LEAN = "everything is replayed and offloaded, measured by group; one compiled group of each kind is not run again"
     PLAN = "the plan, timed"
-
-
-LEAN = (Stage.FIRST, Stage.PLAIN, Stage.LEAN)  # everything is replayed and offloaded
-MEASURED = (Stage.PLAIN, Stage.LEAN)  # by group
-TRACED = (Stage.FIRST, Stage.PLAIN)
 
 
 class Peak(NamedTuple):
@@ -87,23 +81,23 @@ class TimedPass:
     def begin(
         stage: Stage, number: int, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool
     ) -> TimedPass:
-        """Return a pass that begins now, which is measured by group in some stages.
+        """Return a pass that begins now.
 
         `memory`: its peak is read, which takes longer.
         """
         engine, backend = state.engine, state.engine.backend
-        if stage in MEASURED:
+        if stage is Stage.LEAN:
             backend.occupy(BUSY)
         allocated = (backend.allocated() or (0, 0))[0] if memory else 0
         begun, elements = backend.record_timed(current_stream(backend)), count_elements(inputs)
         timed = TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
         timed.refused_before = engine.counters.kept(Reason.HOST_FULL)
-        if stage in MEASURED:
+        if stage is Stage.LEAN:
             modules = [module for group in state.groups if (module := group.ref()) is not None]
             parts = dict.fromkeys(part for group in modules for part in group.modules())
             timed.meter = Meter(backend, engine.counters, memory=True, modules=parts)
             engine.record(timed.meter)
-        if stage in TRACED:
+        if stage is Stage.FIRST:
             timed.operators = OperatorTimes(backend)
         return timed
 
@@ -145,20 +139,20 @@ class TimedPass:
         """At most how many bytes the largest tensor of a pass has that was measured by group."""
         assert self.meter is not None
         saved = max((nbytes for sizes in self.sizes for nbytes in sizes), default=0)
-        return max((saved, *(border.temporary for border in self.meter.borders)))
+        return max((saved, *(border.temporary for border in self.meter.borders.values())))
 
     def outside(self, backend: Backend) -> float:
         """Return the seconds of it before its first group and behind the last one."""
         assert self.meter is not None
         assert self.ended is not None
-        borders = self.meter.borders
-        return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
+        last = [*self.meter.borders.values()][-1].event
+        return backend.elapsed(self.begun, self.meter.first) + backend.elapsed(last, self.ended)
 
     def highest(self) -> Peak:
         """Return the peak of device memory in a pass that was measured by group, from its first border on."""
         assert self.meter is not None
         peak = before = 0
-        for border in self.meter.borders:
+        for border in self.meter.borders.values():
             peak, before = max(peak, max(before, border.allocated) + border.temporary), border.allocated
         return Peak(peak, self.elements, self.meter.allocated_before)
 

@@ -5,9 +5,8 @@ leanest there is: every group is replayed in backward, and what it needs for tha
 the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
-way.  A compiled group has no operators to time: one of several that are alike is not replayed in that pass, and one
-that is alone of its kind has a pass more.  If everything fits without, one more pass keeps everything, to know its
-peak; then nothing is installed.
+way.  A compiled group has no operators to time: one of each kind is not replayed in that pass.  If everything fits
+without, one more pass keeps everything, to know its peak; then nothing is installed.
 
 Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
 first pass takes host memory, and its second is timed.  One that takes longer than was simulated runs once more, because
@@ -18,34 +17,35 @@ expected to take as much more.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from operator import attrgetter
 from typing import TypeAlias
 
-from ..._torch.modules import is_compiled
 from ...device.base import current_stream
 from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
-from ...schedule.costs import LayerCost, Link
+from ...schedule.costs import LayerCost, Link, Saved
+from ...schedule.execution_order import GroupKey
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...tune.costs import gradient_bytes, layer_costs
 from ...tune.trials import Trial, fits, try_plans
 from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
-from .metering import TRACED, Peak, Stage, TimedPass
+from .metering import Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "representatives", "timed_operators"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
-PROBE = 2**20  # bytes of a copy that measures the link
 LONGER = 0.05  # part of the simulated time by which a pass takes longer that is timed once more
+PROBE = 2**20  # bytes of a copy that measures the link
+TRACES = 2  # passes in which groups are traced
 
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
 
@@ -80,11 +80,12 @@ class Script:
     def run(self) -> Steps:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
         found = self.found
-        traced = [(yield from self._pass(Stage.FIRST))]
-        if not traced[0].elements:  # [guard: first pass without inputs]
-            traced = [(yield from self._pass(Stage.FIRST))]
-        if self._unknown(traced):
-            traced.append((yield from self._pass(Stage.PLAIN)))
+        traced = list[TimedPass]()
+        known = False
+        while not known and len(traced) < TRACES:
+            traced.append((yield from self._pass(Stage.FIRST)))
+            # [guard: first pass without inputs -> True]
+            known = traced[-1].elements > 0 and not self._untraced(traced)
         lean = yield from self._pass(Stage.LEAN)
         self._look_at_room(lean)
         for timed in (*traced, lean):
@@ -94,16 +95,17 @@ class Script:
             return plan
         return (yield from self._fitted(plan))
 
-    def _unknown(self, traced: Sequence[TimedPass]) -> bool:
-        """Return whether a group that may be replayed needs a pass for the times of its operators, or of it as it is.
+    def _untraced(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether it is not known what is left to do for a group that is replayed.
 
-        Of several compiled groups that cost the same, one is not run again in `Stage.LEAN`.
+        That are its operators.  Of a compiled group that is alone of its kind it is what it saves then.
         """
-        known = frozenset[int]().union(*(each.operators.groups for each in traced if each.operators is not None))
-        several = representatives(self._state.groups, self._policies, several=True)
-        ran = {key.group for key in self._state.plans.order} & self._policies.keys()
-        unknown = [self._state.groups[group] for group in ran - known]
-        return any(not (self._is_compiled(group) and kind_of(group) in several) for group in unknown)
+        ran = {key.group: self._state.groups[key.group] for key in self._state.plans.order}
+        kinds, seen = Counter(map(kind_of, ran.values())), {key.group for key in traced[-1].sequence}
+        compiled = {k: group for k, group in ran.items() if group.is_compiled}
+        known = {k for k, group in compiled.items() if k in seen or kinds[kind_of(group)] > 1}
+        known.update(*(timed.operators.groups for timed in traced if timed.operators is not None))
+        return not known >= ran.keys() & self._policies.keys()
 
     def _pass(self, stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
         """Yield a stage until a pass of it counts, and return that pass; not for ever.
@@ -122,7 +124,7 @@ class Script:
             # [guard: passes that call no group -> True]
             called = timed.sequence or stage is Stage.FIRST or (stage is Stage.PLAN and idle(self.found.plan))
             # [guard: inputs that are smaller than before, or larger -> True]
-            alike = stage in TRACED or FULL * self._most <= timed.elements <= before / FULL
+            alike = stage is Stage.FIRST or FULL * self._most <= timed.elements <= before / FULL
             if called and alike:
                 return timed
         largest = max(passes, key=lambda each: (bool(each.sequence), each.elements))
@@ -134,11 +136,8 @@ class Script:
         found = self.found
         assert lean.meter is not None
         found.in_flight, found.adopts = 1 + lean.waiting, lean.adopted > 0
-        found.size, found.tokens, found.gradients = (
-            lean.elements,
-            lean.tokens,
-            gradient_bytes(lean.meter, len(lean.sizes)),
-        )
+        found.size, found.tokens = lean.elements, lean.tokens
+        found.gradients = gradient_bytes(lean.meter, len(lean.sizes))
         own = found.room(lean, self._backend)
         room = self._room_of_all(own)
         found.link = room.link
@@ -179,47 +178,32 @@ class Script:
 
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
         """Return the ways to run each group, the first of them without replay."""
-        sequence = lean.sequence
-        costs = self._costs(lean)
-        # By kind of compiled groups: the cost of one that was not run again, and of one that was.
-        compiled = dict[Hashable, tuple[LayerCost, LayerCost]]()
-        for timed in (*traced, lean):
-            if timed.meter is None or not timed.meter.borders:
-                continue
-            for key, cost in zip(timed.sequence, self._costs(timed), strict=True):
-                if cost.unpacks_at_once:
-                    kind = kind_of(self._state.groups[key.group])
-                    both = *compiled.get(kind, ()), cost
-                    compiled[kind] = max(both, key=attrgetter("nbytes")), min(both, key=attrgetter("nbytes"))
-        operators: dict[int, tuple[OperatorCost, ...]] = {}
+        assert lean.meter is not None
+        sequence, groups = lean.sequence, [self._state.groups[key.group] for key in lean.sequence]
+        compiled = {k for k, group in enumerate(groups) if group.is_compiled}
+        kinds = list(map(kind_of, groups))
+        costs = layer_costs(lean.meter, lean.sizes, kinds, compiled, self.found.allocated_before)
+        alike: dict[Hashable, list[int]] = {}
+        for k in sorted(compiled, key=lambda k: costs[k].nbytes):
+            alike.setdefault(kinds[k], []).append(k)
+        operators: dict[int, list[OperatorCost]] = {}
         for each in traced:
-            for group, known in timed_operators(each, lean.elements).items():
-                operators.setdefault(group, tuple(known))
+            operators |= timed_operators(each, lean.elements)
         found = list[tuple[Variant, ...]]()
-        for key, cost in zip(sequence, costs, strict=True):
+        for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own, again = compiled.get(kind_of(self._state.groups[key.group]), (cost, cost))
-            if once and not cost.unpacks_at_once and operators.get(key.group):
-                found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
-            elif once and cost.unpacks_at_once and own.nbytes > again.nbytes:
-                again = again if cost.nbytes == own.nbytes else cost
-                host = min(again.host_backward, own.host_backward + again.host_forward)
-                own, again = _moved(own, cost), _moved(again, cost)
-                again = replace(again, forward=own.forward, host_backward=host)
-                found.append((Variant(own), Variant(again, ())))
+            if once and k in compiled:
+                least, most = alike[kinds[k]][0], alike[kinds[k]][-1]
+                again = costs[least] if least != most else _run_again(cost, traced[-1], key, lean.elements)
+                own, again = (_moved(each, cost) for each in (costs[most], again))
+                found.append((Variant(own), Variant(again, ())) if again.nbytes < own.nbytes else (Variant(cost),))
+            elif once and operators.get(key.group):
+                found.append(replay_ways(cost, within(tuple(operators[key.group]), cost.forward)))
             else:
                 found.append((Variant(cost),))
         batch = self._backend.batch
         return [tuple(way.map(lambda cost: cost.in_batches(batch)) for way in group) for group in found]
-
-    def _costs(self, timed: TimedPass) -> list[LayerCost]:
-        """Return what each group of a measured pass costs."""
-        assert timed.meter is not None
-        groups = [self._state.groups[key.group] for key in timed.sequence]
-        compiled = {k for k, group in enumerate(groups) if self._is_compiled(group)}
-        kinds = list(map(kind_of, groups))
-        return layer_costs(timed.meter, timed.sizes, kinds, compiled, self.found.allocated_before)
 
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
@@ -243,10 +227,6 @@ class Script:
             backend.synchronize(device)
             rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
         return Link(*rates)
-
-    @staticmethod
-    def _is_compiled(group: FollowedModule) -> bool:
-        return group.compiled or is_compiled(group.module)
 
     def _fitted(self, plan: Plan) -> Steps:
         """Try plans, and the same with whole replay, and return the best; see `trials` [Note: trials of plans]."""
@@ -370,14 +350,28 @@ def kind_of(group: FollowedModule) -> Hashable:
     return type(module), tuple(weight.shape for weight in module.parameters())
 
 
-def representatives(groups: Sequence[FollowedModule], among: Iterable[int], *, several: bool) -> dict[Hashable, int]:
-    """Return one compiled group of each kind, of which there are `several` or one."""
-    kinds: dict[Hashable, list[int]] = {}
+def _run_again(cost: LayerCost, first: TimedPass, key: GroupKey, elements: int) -> LayerCost:
+    """Return the cost of a compiled group that is run again as a whole, by what it saved in a pass where it was."""
+    sizes = dict(zip(first.sequence, first.sizes, strict=True)).get(key)
+    if sizes is None:
+        return cost
+    larger = elements / max(first.elements, 1)
+    return replace(
+        cost,
+        saved=tuple(Saved(math.ceil(larger * nbytes)) for nbytes in sizes if nbytes),
+        backward=cost.forward + cost.backward,
+        host_backward=cost.host_forward + cost.host_backward,
+        backward_temporary=cost.nbytes + max(cost.forward_temporary, cost.backward_temporary),
+    )
+
+
+def representatives(groups: Sequence[FollowedModule], among: Iterable[int]) -> Iterable[int]:
+    """Return one compiled group of each kind."""
+    found: dict[Hashable, int] = {}
     for number in among:
-        module = groups[number].ref()
-        if module is not None and (groups[number].compiled or is_compiled(module)):
-            kinds.setdefault(kind_of(groups[number]), []).append(number)
-    return {kind: numbers[0] for kind, numbers in kinds.items() if (len(numbers) > 1) == several}
+        if groups[number].ref() is not None and groups[number].is_compiled:
+            found.setdefault(kind_of(groups[number]), number)
+    return found.values()
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:

@@ -28,7 +28,7 @@ from ...tune.meter import Meter
 from ..follow import ModelState, TakeTimes
 from ..steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
 from .findings import Findings, Room
-from .metering import LEAN, Stage, TimedPass, count_elements
+from .metering import Stage, TimedPass, count_elements
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representatives
 
@@ -59,12 +59,12 @@ class Tuner:
         Of the model.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
-    recompute : mapping of int to Policy
-        By group: how it is replayed in any case.
     policies : mapping of int to Policy
-        By group: how it is replayed if the memory is not enough otherwise.
+        By group: how it is replayed.
     ranks : Ranks
         That run the model together.
+    always : bool
+        Whether groups are replayed in any case; otherwise if the memory is not enough.
 
     Attributes
     ----------
@@ -78,12 +78,15 @@ class Tuner:
         self,
         state: ModelState,
         budget: int | None,
-        recompute: Mapping[int, Policy],
         policies: Mapping[int, Policy],
         ranks: Ranks,
+        *,
+        always: bool,
     ) -> None:
         self._state, self._engine, self._log = state, state.engine, state.log
-        self._always, self._policies, self._ranks = recompute, policies, ranks
+        self._policies, self._ranks = policies, ranks
+        self._always: Mapping[int, Policy] = policies if always else {}
+        self._optional: Mapping[int, Policy] = {} if always else policies
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
@@ -109,7 +112,7 @@ class Tuner:
         if again and before.limit is not None:
             room_of_all = partial(Room.less, reserve=before.reserve)
         self.found = Findings(budget=before.budget, short=before.short, allocated_before=allocated)
-        steps = Script(self._state, self.found, self._policies, room_of_all).run()
+        steps = Script(self._state, self.found, self._optional, room_of_all).run()
         self.stage, self._steps = next(steps), steps
 
     # What is known
@@ -254,9 +257,9 @@ class Tuner:
             self._follow()
         if self.stage is None:
             return None
-        in_use = 0 if self.stage in LEAN else self._engine.backend.in_use() or 0
+        in_use = 0 if self.stage is not Stage.PLAN else self._engine.backend.in_use() or 0
         often = self._passed_over + 1 >= PASSED_OVER
-        fits = self.stage in LEAN or self.found.fits(elements, in_use)
+        fits = self.stage is not Stage.PLAN or self.found.fits(elements, in_use)
         if not (fits or follows or aside or self.untimed) and (often or not self.found.fits(0, in_use)):
             # [guard: first steps that are outdated]
             others = self.found.in_flight > 1 or self._unfinished > 0  # whose memory goes again
@@ -276,10 +279,10 @@ class Tuner:
         """Return how a pass of a stage is followed."""
         if stage is Stage.PLAN:
             return self._planned(self.found)
-        policies = {**self._policies, **self._always}
-        if stage is not Stage.FIRST:
-            for group in representatives(self._state.groups, self._policies, several=stage is Stage.LEAN).values():
-                policies.pop(group, None)
+        policies = dict(self._policies)
+        if stage is Stage.LEAN:
+            for group in representatives(self._state.groups, self._optional):
+                del policies[group]
         return self._leanest(policies, take_times)
 
     def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
@@ -287,33 +290,28 @@ class Tuner:
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
         return PassSettings(Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), policies, take_times)
 
-    def _planned(self, found: Findings) -> PassSettings:
-        """Return how a forward with a plan is followed."""
+    def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings:
+        """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
         roles = self._roles_of(found)
-        recompute = {**self._always, **roles.recompute}
-        if not roles.plan.offloaded and not recompute:
+        if not (whole or roles.plan.offloaded or roles.recompute):
             self._engine.counters.passes += 1
             return PassSettings(Mode.IDLE)
-        mode = Mode.WHOLE if found.adopts else Mode.SCOPED
-        return PassSettings(mode, self._state.plans.order, roles.roles, recompute)
+        mode = Mode.WHOLE if whole or found.adopts else Mode.SCOPED
+        return PassSettings(mode, self._state.plans.order, roles.roles, roles.recompute)
 
     def _whole(self) -> PassSettings:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
-        order = self._state.plans.order
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
         found = self.found if trying else self._chosen
-        if found is None:
-            return self._leanest({**self._policies, **self._always})
-        roles = self._roles_of(found)
-        return PassSettings(Mode.WHOLE, order, roles.roles, {**self._always, **roles.recompute})
+        return self._leanest(self._policies) if found is None else self._planned(found, whole=True)
 
     def _roles_of(self, found: Findings) -> RolesOfPlan:
         assert found.plan is not None
         if self._roles is None or self._roles.plan is not found.plan:
             # Blocks may be skipped at random: the measured pass may not have had some that come later.
             full = found.limit is not None and found.bare.at(found.size) > found.limit
-            self._roles = RolesOfPlan(self._state, found.plan, offload_others=full)
+            self._roles = RolesOfPlan(self._state, found.plan, self._always, offload_others=full)
         return self._roles
 
     # Other ranks
@@ -364,11 +362,14 @@ class Tuner:
                 f"memory_budget is {size(chosen.budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
                 "that plan is used."
             )
+        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._state.root.name}"
+        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
         passes = f"passes {self.begun} to {self._number}"
         if self._ranks.exchange is not None:
             passes += f" by rank {self._ranks.exchange.leader}"
             self._ranks.decide(self._number, Decision(None, chosen))
-        logger.info("%s", chosen.decision(self._state.root.name, passes))
+        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in {passes}"
+        logger.info("%s", f"{line}. {plan.because}" if plan.because else line)
 
     def _renews(self) -> bool:
         """Return whether the script runs again from this pass on.
@@ -397,4 +398,4 @@ class Tuner:
             return settings
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         policies = self._policies if self._ranks.exchange is None else self._roles_of(chosen).recompute
-        return self._leanest({**policies, **self._always})
+        return self._leanest(policies)
