@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -108,11 +107,9 @@ def offload(
         steering = ByPlan(state, plan, policies)
     elif by_hand or not engine.backend.times:
         because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = BySchedule(state, because, always)
-        if not always and (by_hand or not searching):
-            state.log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
+        steering = BySchedule(state, because, always, checks=not always and (by_hand or not searching))
     else:
-        steering = Tuner(state, budget, always, {} if always else policies, ranks)
+        steering = Tuner(state, budget, policies, ranks, always=bool(always))
     finder = Finder(state, guesses=guessed) if searching else None
     handle = OffloadHandle(state, steering, meet=ranks.meet, finder=finder)
     problem = unsupported()
@@ -144,14 +141,3 @@ def check_arguments(*, layers: Any, num_layers: int | None, keep: Any, plan: Any
         if not isinstance(plan, (Plan, str, PathLike)):
             raise TypeError(f"plan is {plan!r}; expected a Plan, such as handle.plan, or the path of a saved one.")
     return checked
-
-
-def _check_calls(plans: GroupPlans) -> None:
-    """Warn if none of the groups that the first forward called is offloaded, although some should be."""
-    wanted = plans.schedule.num_layers != 0 and plans.schedule.fraction
-    if wanted and not plans.roles(plans.order).plan.offloaded:
-        warn(
-            f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the last "
-            "two of all are kept, because backward begins there. With layers=..., choose modules of which there are "
-            "several of a kind, or more groups with num_layers or fraction."
-        )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
+from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, Roles, remap
@@ -102,10 +103,20 @@ class Steering(Protocol):
 
 
 class BySchedule(Steering):
-    """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
+    """Follow each forward as a whole, and offload by a schedule.
 
-    def __init__(self, state: ModelState, because: str = "", recompute: Mapping[int, Policy] | None = None) -> None:
-        self._state, self._because, self._recompute = state, because, recompute or {}
+    `because` says why by this one.  If it `checks`, it warns if nothing is offloaded.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        because: str = "",
+        recompute: Mapping[int, Policy] | None = None,
+        *,
+        checks: bool = False,
+    ) -> None:
+        self._state, self._because, self._recompute, self._checks = state, because, recompute or {}, checks
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the whole forward."""
@@ -114,9 +125,18 @@ class BySchedule(Steering):
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""
-        self._state.plans.learn(sequence)
+        plans = self._state.plans
+        plans.learn(sequence)
         if not done.partly:
             self._state.log.forward_done(done, sequence)
+        wanted = self._checks and plans.schedule.num_layers != 0 and plans.schedule.fraction
+        self._checks = False  # a group that is called several times may be offloaded, so one pass has to run before
+        if wanted and not plans.roles(plans.order).plan.offloaded:
+            warn(
+                f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the "
+                "last two of all are kept, because backward begins there. With layers=..., choose modules of which "
+                "there are several of a kind, or more groups with num_layers or fraction."
+            )
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
@@ -143,16 +163,18 @@ def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Po
 
 
 class RolesOfPlan:
-    """What a plan means: `roles` of the groups of any order, and how groups are recomputed.
+    """What a plan means: `roles` of the groups of any order, and how groups are recomputed; some of them `always` are.
 
     `offload_others`: groups that the plan does not know are offloaded.
     """
 
-    def __init__(self, state: ModelState, plan: Plan, *, offload_others: bool = False) -> None:
+    def __init__(
+        self, state: ModelState, plan: Plan, always: Mapping[int, Policy], *, offload_others: bool = False
+    ) -> None:
         self.plan = plan
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = state.names(map(GroupKey, range(len(state.groups))))
-        self.recompute: Mapping[int, Policy] = {
+        self.recompute = dict(always) | {
             k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
         }
 
@@ -167,7 +189,7 @@ class ByPlan(BySchedule):
     """Offload and recompute by a plan that was given; `recompute` has the groups that may be recomputed."""
 
     def __init__(self, state: ModelState, plan: Plan, recompute: Mapping[int, Policy] | None = None) -> None:
-        self._roles = RolesOfPlan(state, plan)
+        self._roles = RolesOfPlan(state, plan, {})
         again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
         super().__init__(state, recompute=again)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups

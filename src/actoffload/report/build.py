@@ -131,7 +131,6 @@ class PassLog:
 
     latest: PassStatistics | None = None
     full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
-    first: Callable[[], None] | None = None  # called once, after the first pass
     recording: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)
     _largest: dict[Hashable, int] = field(default_factory=dict)  # bytes, by what was followed and how much replayed
@@ -185,7 +184,6 @@ class PassLog:
             if self.recording is not None and self.records:
                 self.recording.passes += 1
             return
-        first = self.latest is None
         if latest.partly and self.latest is not None:
             latest = replace(latest, outside=self.latest.outside)
         self.latest = latest
@@ -193,8 +191,6 @@ class PassLog:
             self.full = latest
         if self.recording is not None and self.records:
             self.recording.note(latest, followed)
-        if first and self.first is not None:
-            self.first()
 
     def reset(self) -> None:
         """Compare the passes from here on with each other, and not with earlier ones."""
