@@ -13,7 +13,6 @@ from ...device.base import Backend, usable
 from ...planner import Variant, choose, frontier
 from ...schedule.costs import Link
 from ...schedule.plan import Plan
-from ...schedule.simulate import simulate
 from ...tune.costs import HOST_SECONDS, measured_link, scaled_cost
 from .metering import Peak, TimedPass
 
@@ -202,7 +201,7 @@ class Findings:
         known = {"host_seconds": HOST_SECONDS, "among": among, "host_limit": self.host_limit}
         return search(self.names, self.ways, self.link or NO_LINK, **{**known, **changes})
 
-    def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None) -> Fit:
+    def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None, *, proves: bool = False) -> Fit:
         """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
 
         Parameters
@@ -213,9 +212,15 @@ class Findings:
             Bytes of device memory that the pass may take; by default those of the device or the budget.
         host_bytes : int, optional
             Bytes of host memory that it may take.
+        proves : bool
+            Whether the limit has to leave room for one tensor more: the first pass makes each value again beside the
+            one that is there.
         """
         assert self.plan is not None
         limit = self._limit_at(tokens, limit)
+        if proves and limit is not None:
+            saved = (each.nbytes for group in self.ways for way in group for each in way.cost.saved)
+            limit -= math.ceil(tokens / self.tokens * max(saved, default=0))
         measured = tokens == self.tokens and limit == self.limit
         room = {} if host_bytes is None else {"host_limit": host_bytes}
         plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=_rounded(limit), **room)
@@ -223,31 +228,17 @@ class Findings:
 
     def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
         """Return the largest inputs that fit, to about one percent; the smallest that do not, if none do."""
-        lean, known = self.chosen(limit=0), self.fit(self.tokens, limit, host_bytes)
 
-        def fits(tokens: int) -> bool:
-            """Return whether inputs fit in the first pass, with the leanest plan and one tensor that is proven."""
-            scaled = self._scaled_to(tokens)
-            saves = lean.saves or (None,) * len(scaled.ways)
-            chosen = zip(scaled.ways, saves, strict=True)
-            costs = [next(way.cost for way in group if way.saves == own) for group, own in chosen]
-            largest = max(
-                (saved.nbytes for group in scaled.ways for way in group for saved in way.cost.saved), default=0
-            )
-            peak = simulate(lean, costs, scaled.link or NO_LINK).device_peak_bytes + scaled.excess + largest
-            plan = replace(lean, peak_bytes=peak, nbytes=tuple(cost.nbytes for cost in costs))
-            return replace(known, tokens=tokens, plan=plan, limit_bytes=_rounded(self._limit_at(tokens, limit))).fits
+        def trains(tokens: int) -> bool:
+            return self.fit(tokens, limit, host_bytes, proves=True).fits
 
-        least, most = (self.tokens if known.fits else 0), self.tokens
-        while most < LARGEST * self.tokens and fits(most):
+        least, most = (self.tokens if self.fit(self.tokens, limit, host_bytes).fits else 0), self.tokens
+        while most < LARGEST * self.tokens and trains(most):
             least, most = most, 2 * most
         while most - least > max(least // 100, 1):
             between = (least + most) // 2
-            least, most = (between, most) if fits(between) else (least, between)
-        found = known if least == self.tokens else self.fit(max(least, 1), limit, host_bytes)
-        while not found.fits and found.tokens > 1:  # the faster plan copies more
-            found = self.fit(found.tokens * 15 // 16, limit, host_bytes)
-        return found
+            least, most = (between, most) if trains(between) else (least, between)
+        return self.fit(max(least, 1), limit, host_bytes)
 
     def _scaled_to(self, tokens: int) -> Findings:
         """Return what passes with inputs of another size are expected to show."""
