@@ -20,7 +20,6 @@ import actoffload
 from actoffload.report.plots import plot_memory, plot_step, plot_timeline, resident_points
 from actoffload.schedule import (
     DefaultSchedule,
-    GroupSchedule,
     Kind,
     LayerCost,
     Link,
@@ -72,17 +71,11 @@ def by_hand() -> Plan:
     )
 
 
-def groups() -> Plan:
-    """Return a group schedule of 3 of 5 layers over the link of `stalls`."""
-    return GroupSchedule(num_layers=3).plan(["block"] * LAYERS)
-
-
 FIGURES: dict[str, Callable[[], Plan]] = {
     "sequential": sequential,
     "full-overlap": full_overlap,
     "stalls": stalls,
     "manual": by_hand,
-    "groups": groups,
 }
 
 

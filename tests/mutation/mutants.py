@@ -97,7 +97,7 @@ INSTEAD: dict[str, str] = {
     "guard: first entry that means a module": "meant[name] = kind",
     "guard: large repeated block": "most = largest",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
-    "guard: groups in flight": "d = resident",
+    "guard: groups in flight": "window = resident",
 }
 
 

@@ -57,7 +57,6 @@ def test_the_figures_match_their_names() -> None:
     assert count == 3
     assert stalled > 0
     assert run("manual") == (2, 0.0)
-    assert run("groups") == (3, stalled)
 
 
 def test_links_and_memory_are_what_the_captions_say() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .._arguments import check_fraction, check_whole
@@ -62,15 +62,20 @@ class DefaultSchedule:
 
     def plan(self) -> Plan:
         """Return the schedule as data."""
-        calls = []
-        for i in range(self.num_layers):
-            # The release of layer i comes before the copies of layer i + window, which use the freed memory.
-            calls += [
-                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
-                (Event(When.FORWARD_START, i + self.window), Action(Do.RELEASE, i)),
-                (Event(When.BACKWARD_END, i + self.window), Action(Do.RELOAD, i)),
-            ]
-        return Plan.of(self.model_layers, calls)
+        return _within(self.model_layers, range(self.num_layers), self.window, self.window)
+
+
+def _within(layers: int, offloaded: Iterable[int], window: int, back: int) -> Plan:
+    """Return the plan in which at most `window` layers are resident; each is reloaded after the `back`-th behind it."""
+    calls = []
+    for i in offloaded:
+        # The release of layer i comes before the copies of layer i + window, which use the freed memory.
+        calls += [
+            (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
+            (Event(When.FORWARD_START, i + window), Action(Do.RELEASE, i)),
+            (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
+        ]
+    return Plan.of(layers, calls)
 
 
 @dataclass(frozen=True)
@@ -189,16 +194,9 @@ class GroupSchedule:
 
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
-        calls = []
         offloaded = self.offloaded(kinds)
         resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)  # groups at the end that are kept
         # While one runs, its neighbour is copied: otherwise compute would wait for each copy.
-        d = resident if self.max_inflight is None else min(resident, self.max_inflight + 1)  # [guard: groups in flight]
-        back = d if len(set(kinds)) == 1 else min(d, RESIDENT)
-        for i in offloaded:
-            calls += [
-                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
-                (Event(When.FORWARD_START, i + d), Action(Do.RELEASE, i)),
-                (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
-            ]
-        return Plan.of(len(kinds), calls)
+        most = resident if self.max_inflight is None else self.max_inflight + 1
+        window = min(resident, most)  # [guard: groups in flight]
+        return _within(len(kinds), offloaded, window, window if len(set(kinds)) == 1 else min(window, RESIDENT))
