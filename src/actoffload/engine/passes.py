@@ -387,12 +387,9 @@ class ModelPass(Pass, Generic[Key]):
         with self.lock:
             for address in addresses:
                 storage = self.registry.at(address)
-                if (
-                    storage is not None
-                    and storage in self._between.living()
-                    and len(storage.layers) == 1  # [guard: input of a group that another group saved]
-                ):
-                    storage.layers = {layer.index: storage.residency is Residency.HOST}
+                if storage is not None and storage in self._between.living():
+                    storage.layers.pop(OUTSIDE, None)  # [guard: input of a group that was saved between the groups]
+                    storage.layers[layer.index] = storage.residency is Residency.HOST
                     self.adopted += storage.nbytes
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
