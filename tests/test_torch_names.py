@@ -61,40 +61,28 @@ import builtins, operator, sys, warnings
 import torch
 
 hidden = sys.argv[1]
-plain_attrgetter, plain_getattr, plain_dir = operator.attrgetter, getattr, dir
-owner, _, name = hidden.rpartition(".")
-target = plain_attrgetter(owner)(torch) if owner else torch
+plain_attrgetter, plain_getattr = operator.attrgetter, getattr
 
 
-def is_hidden(thing, entry):
-    asks = sys._getframe(2).f_globals.get("__name__", "")
-    return thing is target and entry == name and asks.startswith("actoffload._torch.")
-
-
-def attrgetter(*paths):
-    found = plain_attrgetter(*paths)
+def attrgetter(path):
+    found = plain_attrgetter(path)
 
     def hiding(thing):
         if thing is torch:
             raise AttributeError(hidden)
         return found(thing)
 
-    return hiding if f"{paths[0]}.".startswith(f"{hidden}.") else found
+    return hiding if f"{path}.".startswith(f"{hidden}.") else found
 
 
 def getattr(thing, entry, *default):
-    if is_hidden(thing, entry):
-        if default:
-            return default[0]
-        raise AttributeError(entry)
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    if asks.startswith("actoffload._torch.") and thing is torch.nn.Module and hidden == f"nn.Module.{entry}":
+        return default[0]
     return plain_getattr(thing, entry, *default)
 
 
-def dir(thing):
-    return [entry for entry in plain_dir(thing) if not is_hidden(thing, entry)]
-
-
-operator.attrgetter, builtins.getattr, builtins.dir = attrgetter, getattr, dir
+operator.attrgetter, builtins.getattr = attrgetter, getattr
 import actoffload
 from actoffload._torch import MISSING
 warnings.simplefilter("ignore")

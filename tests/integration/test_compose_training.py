@@ -80,10 +80,9 @@ def test_gradient_scaler(overflow):
 
 
 @pytest.mark.usefixtures("place", "way")
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_accumulation_in_the_usual_loop_with_validation_between(make):
+def test_accumulation_in_the_usual_loop_with_validation_between():
     def loop(model: Net) -> list[Tensor]:
-        optimizer, results = make(model.parameters(), lr=1e-2), []
+        optimizer, results = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for k in range(6):
             loss = model(batch(k)).square().mean() / 2
             model.eval()
@@ -103,7 +102,7 @@ def test_accumulation_in_the_usual_loop_with_validation_between(make):
 
 
 @pytest.mark.usefixtures("place", "way")
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), "together"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), "together"])
 def test_several_forwards_before_their_backwards(order):
     def loop(model: Net) -> list[Tensor]:
         losses = [model(batch(k)).square().sum() for k in range(3)]
@@ -159,8 +158,9 @@ def test_a_weight_changed_before_its_backward_raises_as_without():
 
 
 @pytest.mark.usefixtures("place", "way")
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_retained_graph(times):
+def test_a_retained_graph():
+    times = 3
+
     def loop(model: Net) -> list[Tensor]:
         loss = model(batch()).square().sum()
         for k in range(times):

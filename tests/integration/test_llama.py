@@ -16,8 +16,7 @@ pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 TOKENS, HIDDEN, LAYERS = 16, 64, 5
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(("attention", "number"), [("eager", 2), ("sdpa", 3)])
 def test_decoder_layers(attention, number):
     from transformers.models.llama import modeling_llama
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning import links, model_ranks, steps
 
@@ -26,19 +26,6 @@ def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[P
 def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float = inf) -> Plan:
     """Return the plan for some groups."""
     return model_plan(len(costs), placed(model_ranks(costs, link), groups, limit)[0].actions())
-
-
-@settings(max_examples=100)
-@given(st.data(), steps(), links, st.sampled_from([inf, 40000, 20000, 10000, 5000, 0]))
-def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
-    groups = data.draw(st.sets(st.integers(0, 8)))
-    found, seconds = placed(model_ranks(costs, link), groups, limit)
-    plan = model_plan(len(costs), found.actions())
-    result = simulate(plan, costs, link)
-    assert groups >= set(plan.offloaded)
-    assert result.device_peak_bytes == found.peak_bytes
-    assert result.step_time == pytest.approx(seconds)
-    assert result.reloaded_on_demand == 0
 
 
 @given(st.data(), steps(), links)
