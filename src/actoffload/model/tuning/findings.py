@@ -160,7 +160,7 @@ class Findings:
         assert meter is not None
         if not meter.borders:
             return Room()
-        lean.wait(backend)
+        lean.wait()
         if self.device_bytes is None:
             return Room(link=measured_link(meter))
         # Earlier passes, whose backward is still to come, may keep everything.

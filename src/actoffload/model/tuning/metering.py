@@ -5,15 +5,13 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._torch.autograd import after_backward
 from ..._torch.modules import opaque
-from ...device.base import Backend, StreamEvent, current_stream
-from ...engine.engine import Engine
+from ...device.base import StreamEvent, current_stream
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
 from ...schedule.execution_order import GroupKey
@@ -21,7 +19,7 @@ from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import ModelState
 from ..replays import OperatorTimes
 
-__all__ = ["Peak", "Stage", "TimedPass", "count_elements"]
+__all__ = ["Peak", "Stage", "TimedPass"]
 
 BUSY = 0.02
 """Seconds for which the device is kept busy before a measured pass."""
@@ -53,61 +51,59 @@ class Peak(NamedTuple):
         return max(self.allocated, allocated) + inside
 
 
-@dataclass(eq=False)
 class TimedPass:
-    """One pass of the model: what it was for, when it began and ended, and what it saved."""
+    """One pass of the model, which begins now: what it is for, how long it takes, and what it saves.
 
-    stage: Stage
-    number: int  # of the pass, from 1
-    elements: int  # of the inputs
-    begun: StreamEvent
-    tokens: int = 0  # elements of the largest of the inputs
-    thread: int = field(default_factory=threading.get_ident)  # that runs its forward
-    ended: StreamEvent | None = None
-    meter: Meter | None = None
-    sequence: tuple[GroupKey, ...] = ()
-    sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
-    adopted: int = 0  # bytes saved between the groups and offloaded with one
-    shared: int = 0  # bytes that many groups save
-    refused_before: int = 0  # saved tensors for which there was no host memory, in earlier passes
-    refused: int = 0  # and in this one
-    waiting: int = 0  # earlier passes whose backward is still to come
-    operators: OperatorTimes | None = None  # of the groups that are recomputed
-    memory: bool = False  # its peak is read
-    allocated: int = 0  # bytes of device memory before it, if its peak is read
-    peak: int = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
+    Parameters
+    ----------
+    stage : Stage
+        What it is for; in `Stage.LEAN` it is measured by group.
+    number : int
+        Of the pass, from 1.
+    inputs : sequence of torch.Tensor
+        Of the model.
+    state : ModelState
+        Of the model.
+    memory : bool
+        Whether its peak is read, which takes longer.
+    """
 
-    @staticmethod
-    def begin(
-        stage: Stage, number: int, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool
-    ) -> TimedPass:
-        """Return a pass that begins now.
-
-        `memory`: its peak is read, which takes longer.
-        """
-        engine, backend = state.engine, state.engine.backend
+    def __init__(
+        self, stage: Stage, number: int, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool
+    ) -> None:
+        self.stage, self.number, self._memory = stage, number, memory
+        self._backend, self._counters = backend, counters = state.engine.backend, state.engine.counters
+        self.thread = threading.get_ident()  # that runs its forward
+        self.elements, self.tokens = sum(tensor.numel() for tensor in inputs), count_tokens(inputs)
+        self.ended: StreamEvent | None = None
+        self.sequence: tuple[GroupKey, ...] = ()
+        self.sizes: list[tuple[int, ...]] = []  # by group: bytes of the storages that it saves
+        self.adopted = 0  # bytes saved between the groups and offloaded with one
+        self.shared = 0  # bytes that many groups save
+        self.waiting = 0  # earlier passes whose backward is still to come
+        self.refused = 0  # saved tensors for which there was no host memory
+        self._refused_before = counters.kept(Reason.HOST_FULL)
+        self.peak = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
         if stage is Stage.LEAN:
             backend.occupy(BUSY)
-        allocated = (backend.allocated() or (0, 0))[0] if memory else 0
-        begun, elements = backend.record_timed(current_stream(backend)), count_elements(inputs)
-        timed = TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
-        timed.refused_before = engine.counters.kept(Reason.HOST_FULL)
+        self.allocated = (backend.allocated() or (0, 0))[0] if memory else 0  # bytes of device memory before it
+        self._begun = backend.record_timed(current_stream(backend))
+        self.meter: Meter | None = None
         if stage is Stage.LEAN:
             modules = [module for group in state.groups if (module := group.ref()) is not None]
             parts = dict.fromkeys(part for group in modules for part in group.modules())
-            timed.meter = Meter(backend, engine.counters, memory=True, modules=parts)
-            engine.record(timed.meter)
-        if stage is Stage.FIRST:
-            timed.operators = OperatorTimes(backend)
-        return timed
+            self.meter = Meter(backend, counters, memory=True, modules=parts)
+            state.engine.record(self.meter)
+        self.operators = OperatorTimes(backend) if stage is Stage.FIRST else None  # of the groups that are recomputed
 
-    def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
+    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
+        backend = self._backend
 
         def ended() -> None:
             if self.ended is None and not backend.capturing():
                 self.ended = backend.record_timed(current_stream(backend))
-                if self.memory:
+                if self._memory:
                     self.peak = (backend.allocated() or (0, 0))[1]
 
         def reached(_: Any) -> None:
@@ -117,9 +113,9 @@ class TimedPass:
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(reached)
 
-    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey], engine: Engine) -> None:
+    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what the groups saved in the forward."""
-        self.refused = engine.counters.kept(Reason.HOST_FULL) - self.refused_before
+        self.refused = self._counters.kept(Reason.HOST_FULL) - self._refused_before
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
@@ -127,8 +123,9 @@ class TimedPass:
         living = {storage for layer in done.layers for storage in layer.living()}
         self.shared = sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)
 
-    def wait(self, backend: Backend) -> None:
+    def wait(self) -> None:
         """Wait until the device has run it, with its copies."""
+        backend = self._backend
         if self.ended is None:
             return
         if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
@@ -141,12 +138,19 @@ class TimedPass:
         saved = max((nbytes for sizes in self.sizes for nbytes in sizes), default=0)
         return max((saved, *(border.temporary for border in self.meter.borders.values())))
 
-    def outside(self, backend: Backend) -> float:
+    def seconds(self) -> float:
+        """Wait until it has ended, and return how long it took."""
+        assert self.ended is not None
+        self.wait()
+        return self._backend.elapsed(self._begun, self.ended)
+
+    def outside(self) -> float:
         """Return the seconds of it before its first group and behind the last one."""
         assert self.meter is not None
         assert self.ended is not None
+        elapsed = self._backend.elapsed
         last = [*self.meter.borders.values()][-1].event
-        return backend.elapsed(self.begun, self.meter.first) + backend.elapsed(last, self.ended)
+        return elapsed(self._begun, self.meter.first) + elapsed(last, self.ended)
 
     def highest(self) -> Peak:
         """Return the peak of device memory in a pass that was measured by group, from its first border on."""
@@ -155,11 +159,6 @@ class TimedPass:
         for border in self.meter.borders.values():
             peak, before = max(peak, max(before, border.allocated) + border.temporary), border.allocated
         return Peak(peak, self.elements, self.meter.allocated_before)
-
-
-def count_elements(inputs: Iterable[torch.Tensor]) -> int:
-    """Return the elements of all inputs."""
-    return sum(tensor.numel() for tensor in inputs)
 
 
 def count_tokens(inputs: Sequence[torch.Tensor]) -> int:

@@ -89,7 +89,7 @@ class Script:
         lean = yield from self._pass(Stage.LEAN)
         self._look_at_room(lean)
         for timed in (*traced, lean):
-            timed.wait(self._backend)
+            timed.wait()
         plan = found.plan = self._choose(traced, lean)
         if found.limit is None or not found.ways:
             return plan
@@ -156,7 +156,7 @@ class Script:
             names = self._state.names()
             return Plan(max(len(names), 1), names=names, because="No group has run.")
         names = self._state.names(lean.sequence)
-        found.outside = lean.outside(self._backend)
+        found.outside = lean.outside()
         found.link = found.link or self._probed_link()
         room = self._host_room()
         if room is not None:  # [guard: plans for the host memory that there is]
@@ -316,10 +316,7 @@ class Script:
 
     def _seconds(self, timed: TimedPass) -> float:
         """Return the seconds of a pass as with inputs of the size that the plan is for."""
-        assert timed.ended is not None
-        timed.wait(self._backend)
-        seconds = self._backend.elapsed(timed.begun, timed.ended)
-        return max(seconds / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
+        return max(timed.seconds() / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
 
     def _as_timed(self, plan: Plan, seconds: float) -> Plan:
         """Return a plan with the measured seconds of a pass; all others are expected to take as much longer."""

@@ -28,7 +28,7 @@ from ...tune.meter import Meter
 from ..follow import ModelState, TakeTimes
 from ..steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
 from .findings import Findings, Room
-from .metering import Stage, TimedPass, count_elements
+from .metering import Stage, TimedPass
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representatives
 
@@ -165,7 +165,7 @@ class Tuner:
             self._number += 1
             self._look_for_failures()
             tensors = list(tensors_in(inputs))
-            elements = count_elements(tensors)
+            elements = sum(tensor.numel() for tensor in tensors)
             stage = self._stage_of_pass(elements, aside=aside)
             if aside:
                 return self._whole()
@@ -176,7 +176,7 @@ class Tuner:
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
-            timed = TimedPass.begin(stage, self._number, tensors, self._state, memory=memory)
+            timed = TimedPass(stage, self._number, tensors, self._state, memory=memory)
             self._timed = timed
             return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
@@ -184,14 +184,14 @@ class Tuner:
         """Time the pass until the end of its backward."""
         timed = self._timed
         if timed is not None and timed.thread == threading.get_ident():
-            timed.watch(self._engine.backend, tensors_in(output))
+            timed.watch(tensors_in(output))
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
         self._state.plans.learn(sequence)
         timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
         if timed is not None:
-            timed.saw(done, sequence, self._engine)
+            timed.saw(done, sequence)
         if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
             self._log.forward_done(done, sequence)
             if timed is not None and self._log.latest is not None:
