@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-import harness  # noqa: E402 - lies in benchmarks, as the next ones
-import run  # noqa: E402
-import trainer  # noqa: E402
-from harness import Recorder, Way, run_arms  # noqa: E402
-from jobs import ARMS, JOBS  # noqa: E402
+import harness
+import run
+import trainer
+from harness import Recorder, Way, run_arms
+from jobs import ARMS, JOBS
 
 # PEFT asks models of transformers 5 by an older name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import experts
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-
-import experts  # noqa: E402 - lies in benchmarks, as the next ones
-from harness import run_arms  # noqa: E402
-from jobs import JOBS  # noqa: E402
-from processes import run_ranks  # noqa: E402 - lies in tests/support
-from record_machine import links  # noqa: E402 - lies in tools
+from harness import run_arms
+from jobs import JOBS
+from processes import run_ranks
+from record_machine import links
 
 ARMS = "none", "qkv", "offload"
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_run
+import pictures
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-
-import gpu_run  # noqa: E402 - lies in tools
-import pictures  # noqa: E402 - lies in benchmarks, as the next ones
-import report  # noqa: E402
-import rows  # noqa: E402
+import report
+import rows
 
 Row = dict[str, str]
 

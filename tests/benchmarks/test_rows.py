@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
-
-import rows  # noqa: E402 - lies in benchmarks
+import rows
 
 GIB = 2**30
 

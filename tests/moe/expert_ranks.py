@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import experts
 import torch
 import torch.distributed as dist
 from helpers import same_bits
@@ -15,13 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import experts  # noqa: E402 - lies in benchmarks
-
-import actoffload  # noqa: E402
-from actoffload.device import use  # noqa: E402
+import actoffload
+from actoffload.device import use
 
 __all__ = ["settled"]
 

@@ -3,19 +3,15 @@ from __future__ import annotations
 import ast
 import json
 import marshal
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import mutants
+import mutate
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "mutation"))
-
-import mutants  # noqa: E402
-import mutate  # noqa: E402
-
 SOURCE = ROOT / "src"
 
 

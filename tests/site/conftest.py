@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +11,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sphinx_gallery", reason="the site's packages are not installed")
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [
-    *(str(ROOT / "docs" / name) for name in ("_ext", "figures")),
-    str(ROOT / "tools"),
-    str(Path(__file__).parent),
-]
 
 CONF = """
 from fixed_memory import FixedMemory
