@@ -61,30 +61,6 @@ def test_each_stage(layers, calls, which):
     nothing_held(context)
 
 
-def test_interleaved_with_forward_and_backward(layers):
-    """A sliding window written by hand: at most two layers' activations are resident."""
-    context, sync, controller = make_manual(4)
-    x = leaf = start()
-    reloads = []
-    for k, layer in enumerate(layers):
-        with context:
-            x = layer(x)
-        x = sync(x)
-        if k < 3:
-            controller.start_offload_layer(k)
-        if k > 0:
-            controller.release_activation_forward_gpu_memory(k - 1)
-        if k:
-            x.register_hook(lambda g, k=k: reloads.append(controller.start_reload_layer(k - 1)))
-    assert context.statistics().peak_resident_bytes == 2 * ONE
-    x.sum().backward()
-    assert len(reloads) == 3
-    assert context.statistics().peak_resident_bytes == 2 * ONE
-    assert context.statistics().reloaded_on_demand == 0
-    assert context.statistics().reloaded_ahead == 3
-    assert same_bits(leaf.grad, torch.autograd.grad(plain(layers, leaf).sum(), leaf)[0])
-
-
 def test_calls_in_a_forward_without_gradients(layers):
     """A program that makes its calls in validation too: there is nothing to move, and nothing to complain of."""
     context, sync, controller = make_manual(4)
@@ -150,36 +126,3 @@ def test_the_programs_own_stream_carries_every_copy(layers, own):
     else:
         assert len({id(used) for used in device.used}) == 2
         assert all(any(used is made for made in device.made) for used in device.used)
-
-
-def test_copies_wait_for_their_own_tensor_and_not_for_the_call():
-    """The copy begins when its tensor was saved, though the call comes later."""
-    device = ReferenceDevice(d2h=ONE, h2d=ONE)  # one tensor a second
-    context, sync, controller = make_manual(3, device=device)
-
-    def layer(x):
-        device.compute(1.0)
-        x = torch.sin(x * 1.0) * 2.0
-        device.compute(4.0)
-        return x
-
-    with context.record_timeline() as recorder:
-        y = forward([layer] * 3, start(), context, sync)
-        assert device.main.now == 15.0
-        controller.start_offload_layer(0)
-        controller.start_offload_layer(1)
-        controller.release_activation_forward_gpu_memory(0)
-        controller.release_activation_forward_gpu_memory(1)
-        assert device.main.now == 15.0  # both were done long ago
-        controller.start_reload_layer(0)
-        controller.start_reload_layer(1)
-        y.sum().backward()
-    from actoffload.schedule import Kind
-
-    spans = recorder.timeline().of(Kind.D2H, Kind.H2D)
-    assert [(s.kind, s.layer, s.start, s.end) for s in spans] == [
-        (Kind.D2H, 0, 1.0, 2.0),
-        (Kind.D2H, 1, 6.0, 7.0),
-        (Kind.H2D, 0, 15.0, 16.0),
-        (Kind.H2D, 1, 16.0, 17.0),
-    ]

@@ -7,9 +7,6 @@ import torch
 from helpers import forward, make, make_manual, nothing_held
 from torch import nn
 
-import actoffload
-from actoffload.device import ReferenceDevice, use
-
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
@@ -168,31 +165,3 @@ def test_manual_inside_the_layer(layers):
         layers[0](start())
         with pytest.raises(RuntimeError, match="layer 0 is still in its forward; call it once, after"):
             controller.start_offload_layer(0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"max_host_bytes": -1},
-            "max_host_bytes is -1; expected a number of bytes, or text such as '24GiB', or None for no limit.",
-        ),
-        ({"num_layers": "4"}, "num_layers is '4'; expected a whole number."),
-        ({"num_layers": None}, "num_layers is None; expected a whole number."),
-        ({"num_layers": True}, "num_layers is True; expected a whole number."),
-        ({"model_layers": "8"}, "model_layers is '8'; expected a whole number, at least 1."),
-        ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number, at least 1."),
-        (
-            {"max_host_bytes": 0.5},
-            "max_host_bytes is 0.5; expected a number of bytes, or text such as '24GiB', or None for no limit.",
-        ),
-        (
-            {"offload_stream": "x", "manual_synchronization": True},
-            "offload_stream is 'x'; expected a stream of this reference device.",
-        ),
-    ],
-)
-def test_a_wrong_argument_is_named(arguments, message):
-    with use(ReferenceDevice()), pytest.raises((TypeError, ValueError)) as error:
-        actoffload.get_cpu_offload_context(**{"enabled": True, "num_layers": 1, "model_layers": 4} | arguments)
-    assert str(error.value) == message

@@ -232,23 +232,6 @@ def test_a_subclass_without_operators_of_its_own_is_offloaded(edited):
     assert same_bits(leaf.grad, want.grad * kept * 2.0)
 
 
-def test_what_a_subclass_makes_of_an_input_is_offloaded():
-    """As many bytes as of a plain input, and the same gradients."""
-
-    def run(kind):
-        torch.manual_seed(0)
-        layer = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
-        context, sync = make(1, 3)
-        x = torch.randn(N, N).as_subclass(kind)
-        forward([layer, torch.sin, torch.cos], x, context, sync).as_subclass(Tensor).sum().backward()
-        nothing_held(context)
-        return [p.grad for p in layer.parameters()], context.statistics().bytes_offloaded
-
-    (got, moved), (want, plainly) = run(Dressed), run(Tensor)
-    assert moved == plainly > 0
-    assert all(map(same_bits, got, want))
-
-
 def test_a_retained_graph_reloads_the_parts_each_time():
     things, seen = [Two(values(), Scaled.of(values()))], []
     context, sync = make(1, 3)

@@ -13,23 +13,11 @@ MODIFIED = "modified by an inplace operation"
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
-class Held(nn.Module):
-    """Saves a tensor that the test holds, or a view of it, and multiplies with it."""
-
-    def __init__(self, tensor: Tensor, view=lambda t: t) -> None:
-        super().__init__()
-        self.tensor, self.view = tensor, view
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.view(self.tensor)
-
-
 VIEWS = {
     "itself": lambda t: t,
     "transpose": lambda t: t.t(),
-    "rows": lambda t: t[:32].repeat_interleave(2, 0),
-    "columns": lambda t: t[:, ::2].repeat_interleave(2, 1),
-    "expanded row": lambda t: t[:1].expand(64, 64),
+    "rows": lambda t: t[:32],
+    "columns": lambda t: t[:, ::4],
 }
 
 
@@ -37,12 +25,13 @@ def start() -> Tensor:
     return torch.randn(64, 64, requires_grad=True) * 1.0
 
 
-@pytest.mark.parametrize("view", ["itself", "transpose", "rows", "columns"])
-@pytest.mark.parametrize("where", ["offloaded", "resident", "kept"])
-@pytest.mark.parametrize("change", ["the tensor", "a view", "another element"])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("where", "change"), [("offloaded", "the tensor"), ("resident", "a view"), ("kept", "another element")]
+)
 def test_changed_before_backward(view, where, change):
     held = torch.randn(64, 64)
-    view_of = {"rows": lambda t: t[:32], "columns": lambda t: t[:, ::4]}.get(view, VIEWS[view])
+    view_of = VIEWS[view]
 
     class Part(torch.autograd.Function):
         @staticmethod
@@ -75,7 +64,7 @@ def test_changed_before_backward(view, where, change):
 def test_changed_between_two_backwards():
     held = torch.randn(64, 64)
     context, sync = make(1, 3)
-    y = forward([Held(held), torch.relu, torch.relu], start(), context, sync)
+    y = forward([lambda x: x * held, torch.relu, torch.relu], start(), context, sync)
     y.sum().backward(retain_graph=True)
     held.add_(1.0)
     with pytest.raises(RuntimeError, match=MODIFIED):
@@ -96,9 +85,8 @@ class Scribble(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("view", ["itself", "transpose"])
-def test_a_backward_that_changes_what_others_saved(offload, view):
+def test_a_backward_that_changes_what_others_saved(view):
     """The tensor has been reloaded when it is changed; the next user must hear of it, as without offload."""
     held = torch.randn(64, 64)
 
@@ -106,8 +94,7 @@ def test_a_backward_that_changes_what_others_saved(offload, view):
         return Scribble.apply(x * VIEWS[view](held), held)
 
     context, sync = make(1, 3)
-    layers = [layer, torch.relu, torch.relu]
-    y = forward(layers, start(), context, sync) if offload else plain(layers, start())
+    y = forward([layer, torch.relu, torch.relu], start(), context, sync)
     with pytest.raises(RuntimeError, match=MODIFIED):
         y.sum().backward()
 

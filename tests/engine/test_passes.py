@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import forward, make, make_manual, nothing_held, plain, same_bits
+from helpers import Failing, forward, make, make_manual, nothing_held, plain, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -151,6 +151,22 @@ def test_checkpointing_around_the_context(layers, reentrant):
 
 
 # Backwards
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("call", ["empty_device", "to_device"])
+def test_a_backward_without_memory_is_tried_again(layers, call, after):
+    """As a program does that catches out-of-memory, frees something and goes on with the retained graph."""
+    device = Failing()
+    context, sync = make(4, 6, device=device)
+    loss = forward(list(layers), data(), context, sync).square().sum()
+    gradients(layers, loss, retain_graph=True)
+    device.fail(call, after=after)
+    with pytest.raises(RuntimeError, match=f"{call} failed"):
+        gradients(layers, loss, retain_graph=True)
+    check(layers, 0, gradients(layers, loss))
+    del loss
+    nothing_held(context)
 
 
 def test_memory_is_freed_node_by_node():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from helpers import forward, make, nothing_held
 from torch import nn
 
+from actoffload.context.context import OffloadContext
+from actoffload.device import ReferenceDevice
+from actoffload.engine.engine import Engine
 from actoffload.report import Reason, Statistics
+from actoffload.schedule import DefaultSchedule
 
 N = 512
 ONE = N * N * 4  # bytes of one tensor, 1 MiB
@@ -131,3 +136,23 @@ def test_host_memory_of_a_large_batch_can_be_freed():
     forward(layers, torch.randn(512, 512), context, sync).sum().backward()
     assert context.statistics().host_bytes_used == 0
     assert 0 < context.statistics().host_bytes < before / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_the_limit_in_bytes_is_the_same_for_every_type(dtype: torch.dtype) -> None:
+    """Each of two layers saves a tensor of exactly the limit, and one that is an element smaller."""
+    context = OffloadContext(Engine(DefaultSchedule(1, 2).plan(), ReferenceDevice(), min_bytes=ONE))
+    count = ONE // dtype.itemsize
+    enough, small = (torch.ones(n, dtype=dtype, requires_grad=True) for n in (count, count - 1))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(enough * 1.0).sum().real + torch.sin(small * 1.0).sum().real
+
+    y = forward([layer, layer], torch.zeros(()), context, context.synchronize)
+    y.backward()
+    del y
+    nothing_held(context)
+    statistics = context.statistics()
+    assert statistics.tensors_offloaded == 1
+    assert statistics.bytes_offloaded == ONE
+    assert statistics.tensors_kept[Reason.SMALL] >= 2

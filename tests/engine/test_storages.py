@@ -141,7 +141,7 @@ def on_one_storage(specs):
     return [whole.view(dtype).as_strided(size, stride, offset) for dtype, size, stride, offset, _ in specs]
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(views(), min_size=1, max_size=5), st.integers(0, 5))
 def test_any_views_of_a_storage(specs, second):
     """Saved in one layer or in two, of which the second copies what the first has not."""
@@ -172,18 +172,6 @@ def test_empty_and_scalar_tensors_stay():
     assert statistics.tensors_saved == 0
     assert all(same_layout(a, b) for a, (b, _) in zip(want, got, strict=True))
     assert context.statistics().tensors_kept[Reason.SMALL] == 4
-
-
-def test_a_storage_saved_again_once_it_has_left():
-    """Layer 0 is gone when the resident layer 2 saves the same storage again."""
-    shared = BASE.clone()
-    nothing = list
-    got, context, statistics = through(lambda: [shared], nothing, lambda: [shared], num=1, count=3)
-    assert all(same_bits(t, shared) for t, _ in got)
-    assert statistics.tensors_saved == 2
-    assert statistics.tensors_offloaded == 1
-    del got
-    nothing_held(context)
 
 
 @pytest.mark.parametrize("order", ["view first", "base first"])

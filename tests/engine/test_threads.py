@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from helpers import forward, make, nothing_held, plain, same_bits
+from helpers import forward, in_threads, make, nothing_held, plain, same_bits
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
@@ -17,27 +17,6 @@ pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 def model(seed: int) -> nn.ModuleList:
     torch.manual_seed(seed)
     return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in range(5)])
-
-
-def together(*work) -> None:
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(work))
-
-    def run(job):
-        try:
-            barrier.wait(10)
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a thread has not ended within 60 s"
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -63,7 +42,7 @@ def test_threads_train_side_by_side(shared, place):
 
         return on_a_stream if place.type == "cuda" else train
 
-    together(*(job(k) for k in range(3)))
+    in_threads(*(job(k) for k in range(3)))
     for k in range(3):
         twin = model(k).to(place)
         for _ in range(steps):
@@ -91,7 +70,7 @@ def test_threads_run_backwards_through_one_retained_graph():
         for _ in range(5):
             got.append(torch.autograd.grad(y, parameters, retain_graph=True))
 
-    together(job, job)
+    in_threads(job, job)
     assert len(got) == 10
     for grads in got:
         assert all(same_bits(a, b) for a, b in zip(want, grads, strict=True))

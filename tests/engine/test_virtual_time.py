@@ -109,17 +109,6 @@ def test_a_second_step_is_like_the_first():
 # Groups, and any plan
 
 
-@pytest.mark.parametrize("inflight", [1, 2, 3])
-def test_a_cap_alone_causes_no_stall(inflight):
-    """A copy of a group takes 0.75 of the time of its compute, so that one on its way at a time is enough."""
-    each = [LayerCost.even(4096, forward=1.0, backward=1.0, pieces=4)] * 8
-    link = Link(4096 / 0.75, 4096 / 0.75)
-    plan = GroupSchedule(4, max_inflight=inflight).plan(["layer"] * 8)
-    want = simulate(plan, each, link)
-    assert (want.forward_stall, want.backward_stall) == (0.0, 0.0)
-    agree(execute(plan, each, link), want)
-
-
 @settings(max_examples=40)
 @given(st.data(), links)
 def test_any_groups(data, link):

@@ -100,7 +100,6 @@ def train(model: nn.Module, call=None) -> list[Tensor]:
     [
         {"num_layers": 2, "recompute": False},
         {"fraction": 1.0, "recompute": True},
-        {"fraction": 0.0, "recompute": True},
         {"memory_budget": "1 KiB"},
     ],
     ids=str,
@@ -112,22 +111,3 @@ def test_gradients_of_a_model(name, options):
     handle = offload(model, layers="blocks.?", min_bytes=0, **options)
     equal(train(model), want)
     nothing_held(handle)
-
-
-def test_the_noise_is_copied_with_the_next_node():
-    model = Net("rrelu")
-    copied = []
-    handle = offload(model, layers="blocks.?", min_bytes=0, num_layers=2, recompute=False)
-    model.blocks[0].register_forward_hook(lambda *_: copied.append(handle.statistics().bytes_offloaded))
-
-    def operator(x):
-        y = F.rrelu(x, training=True)
-        before = handle.statistics().bytes_offloaded
-        z = y.cos()  # saves its argument
-        copied.append(handle.statistics().bytes_offloaded - before)
-        return z
-
-    model.blocks[0].operator = operator
-    torch.manual_seed(0)
-    model(torch.randn(ROWS, WIDTH)).sum().backward()
-    assert copied[0] == 3 * ROWS * WIDTH * 4  # and what its operator saved behind it, and the argument

@@ -1,18 +1,18 @@
-"""Memory budgets where passes differ from those before: inputs, optimizer states, gradients, blocks, host memory."""
+"""Memory budgets where passes differ from those before: inputs, optimizer states, gradients, host memory."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
-from test_recompute_operators import DEVICES, work
 from timed_device import Timed, TimedModel, offload, seconds, step
-from torch import Tensor, nn
 
+import actoffload
+from actoffload.engine.statistics import Reason
 from actoffload.model.tuning.findings import Room
 from actoffload.model.tuning.metering import Peak
 from actoffload.schedule import Link
@@ -49,17 +49,15 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    for budget in (60, 30):
-        for at in (1, 2, 3, 4, 5, 9):
-            yield f"larger inputs in pass {at}: {budget}", Case(budget, 19, lambda n, at=at: 8 if n == at else 4)
-    for budget in (60, 44):
-        for at in (1, 2, 3, 4, 5, 8):  # as with gradient accumulation, after which the optimizer takes its first step
-            case = Case(budget, 23, beside=lambda n, at=at: 24 * (n >= at))
-            yield f"optimizer states from pass {at} on: {budget}", case
-    for first in (0, 1):
-        for every in (2, 3):
-            beside = lambda n, first=first, every=every: 16 * ((n - 1) % every == first)  # noqa: E731
-            yield f"gradients before passes {first} of {every}", Case(44, 30, beside=beside)
+    for budget, at in ((60, 1), (60, 3), (60, 9), (30, 1), (30, 2), (30, 4)):
+        yield f"larger inputs in pass {at}: {budget}", Case(budget, 19, lambda n, at=at: 8 if n == at else 4)
+    # As with gradient accumulation, after which the optimizer takes its first step.
+    for budget, at in ((60, 1), (60, 3), (60, 8), (44, 2), (44, 4)):
+        case = Case(budget, 23, beside=lambda n, at=at: 24 * (n >= at))
+        yield f"optimizer states from pass {at} on: {budget}", case
+    for first, every in ((0, 3), (1, 2)):
+        beside = lambda n, first=first, every=every: 16 * ((n - 1) % every == first)  # noqa: E731
+        yield f"gradients before passes {first} of {every}", Case(44, 30, beside=beside)
     for budget, at in ((30, 0), (30, 2), (30, 3), (60, 1)):  # the plan is for the others, and measuring ends
         case = Case(budget, 25, lambda n, at=at: 1 if n % 5 == at else 4, lambda n: 10, seconds=0.0, least=budget // 2)
         yield f"short batches in passes {at} of 5: {budget}", case
@@ -112,57 +110,6 @@ def test_no_pass_exceeds_the_budget(name):
     del kept
 
 
-@cache
-def seconds_of_plan(small: frozenset[int]) -> float:
-    """Return the seconds of a pass with the plan that is found where some passes have smaller inputs."""
-    device, model, handle = make(20 * MIB, 3e5)
-    # A part of the time does not depend on the inputs, so that of smaller ones says little.
-    model.blocks[3].register_forward_pre_hook(lambda *_: device.compute(5.0))
-    for n in range(1, 16):
-        assert peak(model, device, 1 if n in small else 4) <= 20 * MIB
-    assert not handle.settling
-    assert handle.plan.recomputed
-    found = seconds(model, device)
-    assert found == pytest.approx(handle.plan.seconds, rel=0.01)
-    handle.remove()
-    return found
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    list(map(frozenset, [{3}, {4}, {5}, {6}, {4, 6, 8}, {5, 6, 7, 8, 9}])),
-    ids=lambda numbers: str(sorted(numbers)),
-)
-def test_passes_with_smaller_inputs(numbers):
-    """As the last batch of each epoch: what they take counts as if they had the inputs of the others."""
-    assert seconds_of_plan(numbers) == pytest.approx(seconds_of_plan(frozenset()), rel=0.02)
-
-
-class Operators(nn.Module):
-    """Eight operators that take different times."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for time in (1.0, 0.05, 0.5, 0.05, 0.25, 0.05, 0.12, 0.05):
-            seconds = time * len(x) / 4
-            x = work(x, seconds, 2 * seconds, x.nbytes).view(x.shape)
-        return x
-
-
-@pytest.mark.parametrize(("blocks", "rows"), [(3.5, 1), (3.5, 2), (5.0, 1)])
-def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
-    width = 2**12
-    size = 8 * 4 * 4 * width  # bytes that a block saves
-    device = Timed(0.05 * size, 0.05 * size, memory=2**40)
-    DEVICES.append(device)
-    model = nn.Sequential(*[Operators() for _ in range(8)])
-    handle = offload(model, device, layers="?", memory_budget=int(blocks * size))
-    for n in range(1, 16):
-        device.created.peak, device.highest = device.created.now, 0
-        model(torch.zeros(rows if n == 4 else 4, width, requires_grad=True)).sum().backward()
-        assert max(device.created.peak, device.highest) <= blocks * size
-    assert not handle.settling
-
-
 @pytest.mark.parametrize(
     "options", [{"max_host_bytes": 1}, {"max_host_bytes": 1, "recompute": False}, {"min_bytes": "1GiB"}]
 )
@@ -187,18 +134,6 @@ def test_nothing_is_copied(options):
     assert not handle.plan.offloaded
 
 
-def test_a_single_block():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 1)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        handle = offload(model, device, memory_budget=MIB)
-        for _ in range(20):
-            step(model)
-    assert "the smallest peak that a plan reaches is 4.0 MiB" in str(found[-1].message)
-    assert not handle.settling
-
-
 KIB = 2**10
 
 
@@ -211,20 +146,6 @@ def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
     for n in range(33):
         step(model, 4 if n < 3 else 2)
     assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
-
-
-@pytest.mark.parametrize("skipped", [1, 2, 3])
-@pytest.mark.parametrize(("budget", "expected"), [(60 * MIB, 36.0), (44 * MIB, 36.0)])
-def test_a_backward_that_is_skipped_once(skipped, budget, expected):
-    """As for a loss that is not finite; it lives until the next forward has ended."""
-    device, model, handle = make(budget)
-    for n in range(1, 16):
-        loss = model(torch.zeros(4, requires_grad=True)).sum()
-        if n != skipped:
-            loss.backward()
-    del loss
-    assert not handle.settling
-    assert seconds(model, device) == expected
 
 
 def test_the_room_of_ranks_counts_for_inputs_of_one_size():
@@ -240,3 +161,84 @@ def test_the_slowest_link_of_all_ranks_counts():
     own, others = Room(100, link=Link(5e9, 3e9)), [Room(), Room(link=Link(4e9, 6e9, both=7e9)), Room(90)]
     assert own.for_all(others).link == Link(4e9, 3e9, both=7e9)
     assert Room(100).for_all(others).link == others[1].link
+
+
+# Little host memory
+
+
+ROOM = 12 * MIB
+BUDGET = 20 * MIB
+
+
+class Limited(Timed):
+    """A device whose host has 12 MiB, of which it says how much is left, or not."""
+
+    says = True
+    taken = 0
+
+    def host_room(self) -> int | None:
+        return ROOM - self.taken if self.says else None
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        if self.taken + nbytes > ROOM:
+            raise RuntimeError("CUDA error: out of memory")  # as cudaHostAlloc fails
+        self.taken += nbytes
+        slab = super().empty_host(nbytes)
+        weakref.finalize(slab, self.free, nbytes)
+        return slab
+
+    def free(self, nbytes: int) -> None:
+        self.taken -= nbytes
+
+
+def refused(handle: actoffload.OffloadHandle) -> int:
+    return handle.statistics().tensors_kept.get(Reason.HOST_FULL, 0)
+
+
+@pytest.mark.parametrize("how", ["max_host_bytes", "available", "refused"])
+@pytest.mark.parametrize("recompute", ["auto", False])
+def test_the_plan_recomputes_what_the_host_has_no_room_for(how, recompute):
+    device = (Timed if how == "max_host_bytes" else Limited)(1e7, 1e7, memory=2**40)
+    device.says = how == "available"
+    model = TimedModel(device, 12)
+    limit = ROOM if how == "max_host_bytes" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = offload(model, device, memory_budget=BUDGET, max_host_bytes=limit, recompute=recompute)
+        for _ in range(10):
+            device.created.peak, device.highest = device.created.now, 0
+            step(model)
+            if recompute == "auto" and how != "refused":
+                assert device.peak() <= BUDGET, "in the first passes, too"
+        assert not handle.settling
+    held, before = handle.statistics().host_bytes, refused(handle)
+    taken = seconds(model, device)
+    assert refused(handle) == before, "the plan asks for no more than there is"
+    plan = handle.plan
+    assert 0 < plan.offloaded_bytes <= ROOM
+    assert held <= ROOM
+    assert plan.seconds == pytest.approx(taken, rel=0.01)
+    assert plan.peak_bytes >= device.peak()
+    if recompute == "auto":
+        assert plan.recomputed
+        assert device.peak() <= BUDGET
+        assert taken < 12 * 4.0, "faster than with replay of everything"
+    else:
+        assert f"the limit of {BUDGET / MIB:.1f} MiB" in plan.because
+        assert "smallest peak" in plan.because
+
+
+def test_nothing_is_copied_where_the_device_uses_the_memory_of_the_host():
+    """As integrated GPUs do: what is offloaded there frees nothing."""
+    device = Timed(1e7, 1e7, memory=2**40)
+    device.host_room = lambda: 0
+    model = TimedModel(device, 12)
+    handle = offload(model, device, memory_budget=BUDGET)
+    for _ in range(10):
+        device.created.peak, device.highest = device.created.now, 0
+        step(model)
+    assert handle.statistics().bytes_offloaded == 0
+    assert handle.statistics().host_bytes == 0
+    assert not handle.plan.offloaded
+    assert handle.plan.recomputed
+    assert device.peak() <= BUDGET

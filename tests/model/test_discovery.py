@@ -23,7 +23,6 @@ from actoffload.model.discovery import (
     MODULE,
     Measured,
     choose_groups,
-    coverage_warning,
     measure,
 )
 from actoffload.model.select import Names, choose, choose_kept, find_stacks
@@ -228,11 +227,6 @@ def test_a_large_repeated_block_is_not_divided_into_its_parts():
     assert choose_groups(unet(40)) == (*whole[:9], *(f"b9.{j}" for j in range(5)))  # one half of all
 
 
-def test_there_are_four_groups_if_modules_can_be_divided_further():
-    halves = [Measured("root", 0), *(Measured(f"leaf{k}", 1, ("root",)) for k in range(7)), Measured("x", 100)]
-    assert len(choose_groups(halves)) >= 4
-
-
 def test_very_small_modules_belong_to_what_is_around_them():
     tiny = [Measured(f"large.norm{k}", 1, ("large",)) for k in range(3)]
     found = choose_groups(
@@ -240,10 +234,6 @@ def test_very_small_modules_belong_to_what_is_around_them():
     )
     assert "large" in found
     assert not any("norm" in name for name in found)
-
-
-def test_many_small_modules_are_groups_where_nothing_else_is():
-    assert len(choose_groups([Measured(f"leaf{k}", 1) for k in range(1000)])) == 1000
 
 
 @st.composite
@@ -298,23 +288,6 @@ def test_groups_cover_what_modules_save(modules, outside):
     assert [of.name for of in modules if of.name in groups] == list(groups)
     total = {of.name: saved_in(modules, {of.name}) for of in modules}
     assert all(total[name] > 0 for name in groups)
-
-
-@settings(deadline=None, max_examples=50)
-@given(forwards(), st.integers(2, 1000))
-def test_the_choice_depends_on_shares_only(modules, factor):
-    larger = [replace(of, saved=of.saved * factor) for of in modules]
-    assert choose_groups(larger) == choose_groups(modules)
-
-
-def test_a_model_that_saves_most_itself_is_warned_about():
-    modules = [Measured(f"layers.{k}", 10, block=True) for k in range(4)]
-    groups = choose_groups(modules, 60)
-    warning = coverage_warning("Net", modules, groups, 60)
-    assert "cover 40%" in warning
-    assert "the model's own forward" in warning
-    assert coverage_warning("Net", modules, groups, 40) is None
-    assert coverage_warning("Net", [], (), 0) is None
 
 
 class Direct(Parts):

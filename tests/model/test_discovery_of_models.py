@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
+from typing import Any
 
 import designs
 import pytest
 import torch
 from recomputing import whole_model
 from saving import default_groups, share_in
-from test_stacks_of_models import BART, HUGGING_FACE, SMALL, library
 from whole_model import offload
 
 from actoffload._text import name_pattern
 from actoffload.model.discovery import ENOUGH
+from actoffload.model.select import Names, block_type, choose
 
 
 def check(model, *args, **kwargs):
@@ -60,58 +61,100 @@ def test_lists_of_norm_block_and_residual():
     assert found["layers.*.*"] == 8
 
 
+def library(name: str):
+    """Skip where a library is missing, or does not load beside this torch: a wheel for CUDA beside torch for CPU."""
+    return pytest.importorskip(name, exc_type=(ImportError, RuntimeError), reason=f"{name} is not installed or broken")
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+TEXT = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2}
 TOKENS = {"input_ids": torch.randint(0, 64, (2, 32))}
-PIXELS = {"pixel_values": torch.randn(2, 3, 32, 32)}
-BOTH = {**TOKENS, **PIXELS}
-FRAMES = {"input_features": torch.randn(1, 80, 64), "decoder_input_ids": TOKENS["input_ids"][:1]}
-INPUTS = {
-    "WhisperForConditionalGeneration": FRAMES,
-    "CLIPModel": BOTH,
-    "BlipForConditionalGeneration": {**BOTH, "labels": TOKENS["input_ids"]},
-    "SwinModel": {"pixel_values": torch.randn(1, 3, 64, 64)},
-    "ResNetModel": PIXELS,
-    "ConvNextModel": PIXELS,
-    "MobileViTModel": {"pixel_values": torch.randn(1, 3, 64, 64)},
-    "Wav2Vec2Model": {"input_values": torch.randn(1, 4000)},
-    "T5ForConditionalGeneration": {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]},
+IMAGES = {"pixel_values": torch.randn(1, 3, 64, 64)}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], dict[tuple[str, str], int]]] = {
+    # Its first layer has no experts.
+    "DeepseekV3ForCausalLM": (
+        {**TEXT, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+        | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        TOKENS,
+        {("model.layers.*", "DeepseekV3DecoderLayer"): 4},
+    ),
+    "T5ForConditionalGeneration": (
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64},
+        {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]},
+        {("encoder.block.*", "T5Block"): 2, ("decoder.block.*", "T5Block"): 2},
+    ),
+    "JambaForCausalLM": (
+        {**TEXT, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "use_mamba_kernels": False},
+        TOKENS,
+        {("model.layers.*", "JambaMambaDecoderLayer"): 3, ("model.layers.*", "JambaAttentionDecoderLayer"): 1},
+    ),
+    "CLIPModel": (
+        {
+            "text_config": {**SMALL, "num_hidden_layers": 3},
+            "vision_config": {**SMALL, "num_hidden_layers": 5, "image_size": 32, "patch_size": 8},
+        },
+        {**TOKENS, "pixel_values": torch.randn(2, 3, 32, 32)},
+        {
+            ("text_model.encoder.layers.*", "CLIPEncoderLayer"): 3,
+            ("vision_model.encoder.layers.*", "CLIPEncoderLayer"): 5,
+        },
+    ),
+    # Their names are those of stages, and of parts of a block.
+    "SwinModel": (
+        {"embed_dim": 12, "depths": [2, 2, 2, 2], "image_size": 64, "window_size": 2},
+        IMAGES,
+        {("encoder.layers.*.blocks.*", "SwinLayer"): 8},
+    ),
+    "ResNetModel": (
+        {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]},
+        IMAGES,
+        {("encoder.stages.*.layers.*", "ResNetBottleNeckLayer"): 16},
+    ),
+    "MobileViTModel": (
+        {},
+        IMAGES,
+        {("encoder.layer.*", "MobileViTMobileNetLayer"): 2, ("encoder.layer.*", "MobileViTLayer"): 3},
+    ),
+    # A stem of convolutions, and no names.
+    "Wav2Vec2Model": (
+        {**SMALL, "num_hidden_layers": 3},
+        {"input_values": torch.randn(1, 4000)},
+        {
+            ("feature_extractor.conv_layers.*", "Wav2Vec2GroupNormConvLayer"): 1,
+            ("feature_extractor.conv_layers.*", "Wav2Vec2NoLayerNormConvLayer"): 6,
+            ("encoder.layers.*", "Wav2Vec2EncoderLayer"): 3,
+        },
+    ),
+    # One block for all layers.
+    "AlbertModel": (
+        {**SMALL, "num_hidden_layers": 6, "embedding_size": 16},
+        TOKENS,
+        {("encoder.albert_layer_groups.*.albert_layers.*", "AlbertLayer"): 1},
+    ),
 }
-# Smaller than the defaults, of which the structure is tested elsewhere without weights.
-SMALLER = {
-    "WhisperForConditionalGeneration": {**BART, "pad_token_id": 0, "max_source_positions": 32},
-    "DeepseekV3ForCausalLM": {**HUGGING_FACE["DeepseekV3ForCausalLM"][0], "n_group": 2, "topk_group": 1}
-    | {"num_experts_per_tok": 2},
-    "SwinModel": {"embed_dim": 12, "depths": [2, 2, 2, 2], "image_size": 64, "window_size": 2},
-    "ResNetModel": {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]},
-    "ConvNextModel": {"hidden_sizes": [8, 16, 32, 64]},
-}
 
 
-ALIKE = "LlamaForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "BartForConditionalGeneration", "SegformerModel"
-"""Models whose blocks others have, too."""
-
-
-@pytest.mark.parametrize("name", [name for name in HUGGING_FACE if name not in ALIKE])
-def test_hugging_face(name):
+def make(name: str) -> torch.nn.Module:
     transformers = library("transformers")
     model_class = getattr(transformers, name)
-    options = SMALLER.get(name, HUGGING_FACE[name][0])
-    check(model_class(model_class.config_class(**options)), **INPUTS.get(name, TOKENS))
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**MODELS[name][0]))
 
 
-def test_the_one_shared_block_of_albert():
-    transformers = library("transformers")
-    options = {**SMALL, "num_hidden_layers": 6, "embedding_size": 16}
-    groups = check(transformers.AlbertModel(transformers.AlbertConfig(**options)), **TOKENS)
-    assert any("albert_layers" in name for name in groups)
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face(name):
+    _, inputs, want = MODELS[name]
+    model = make(name)
+    blocks = choose(Names(model), None)
+    assert Counter((name_pattern(each.name), block_type(each.module).__name__) for each in blocks) == want
+    groups = check(model, **inputs)
+    assert name != "AlbertModel" or any("albert_layers" in group for group in groups)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "T5ForConditionalGeneration", "JambaForCausalLM"])
 def test_layers_that_write_to_a_cache_are_replayed(name):
     """No layer runs again, so keys and values are appended once; the cache refers to some of them."""
-    transformers = library("transformers")
-    model_class = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = model_class(model_class.config_class(**SMALLER.get(name, HUGGING_FACE[name][0])))
+    model = make(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        whole_model(model, lambda: model(**INPUTS.get(name, TOKENS), use_cache=True))
+        whole_model(model, lambda: model(**MODELS[name][1], use_cache=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 import weakref
 
@@ -11,7 +10,7 @@ import torch
 from helpers import alive, no_gc
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from whole_model import UNIT, Transformer, Wave, Waves, data, equal, measured, nothing_installed, offload, train
+from whole_model import UNIT, Wave, Waves, data, measured, nothing_installed, offload
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
@@ -57,18 +56,6 @@ def test_an_interrupt_of_offload_leaves_the_model_as_it_was(monkeypatch):
     assert [set(vars(module)) for module in model.modules()] == names
     assert actoffload.OffloadHandle.of(model) is None
     assert offloaded(model, offload(model)) == 8 * UNIT
-
-
-def test_a_pickled_model_does_not_need_actoffload():
-    model = Transformer(4)
-    want = train(model, steps=1)
-    offload(model)
-    train(model, steps=1)
-    pickled = pickle.dumps(model)
-    assert b"actoffload" not in pickled
-    copied = pickle.loads(pickled)
-    assert [type(module) for module in copied.modules()] == [type(module) for module in Transformer(4).modules()]
-    equal(train(copied, steps=1), want)
 
 
 # Forwards

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import pickle
 import types
 import typing
 from contextlib import nullcontext
@@ -15,8 +14,6 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 from whole_model import UNIT, Wave, Waves, data, equal, offload, train
-
-import actoffload
 
 
 def moved(handle, run):
@@ -94,26 +91,6 @@ def test_a_graph_that_is_edited_runs_edited_also_after_removal(which):
     assert torch.equal(model(data()), after)
 
 
-@pytest.mark.parametrize("removed", [False, True])
-def test_copies_of_a_graph_are_plain(removed):
-    model = graphs()["the model"]
-    plain = set(vars(copy.deepcopy(model)))
-    want = train(copy.deepcopy(model))
-    handle = offload(model, layers="blocks.?")
-    if removed:
-        handle.remove()
-    pickled = pickle.dumps(model)
-    assert b"actoffload" not in pickled
-    handle.reset_statistics()
-    for copied in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickled)):
-        assert "forward" not in vars(copied)
-        assert set(vars(copied)) <= plain
-        assert actoffload.OffloadHandle.of(copied) is None
-    equal(train(copy.deepcopy(model)), want)
-    equal(train(pickle.loads(pickled)), want)
-    assert handle.statistics().bytes_offloaded == 0
-
-
 # Classes
 
 
@@ -163,19 +140,6 @@ def test_lazy_modules_in_groups_that_are_recomputed():
         return found + train(model)
 
     equal(program(True), program(False))
-
-
-def test_the_class_of_a_module_is_its_own():
-    """Opacus looks up the function for a layer by its class."""
-    functions = {nn.Conv1d: "per-sample gradients of a convolution"}
-    model = nn.Sequential(*[nn.Conv1d(8, 8, 3, padding=1) for _ in range(5)])
-    offload(model, layers=list(model), min_bytes=1)
-    seen = []
-    for module in model:
-        module.register_full_backward_hook(lambda module, *_: seen.append(functions[type(module)]))
-    model(torch.randn(2, 8, 4, requires_grad=True)).sum().backward()
-    assert len(seen) == 5
-    assert type(model) is nn.Sequential
 
 
 # Calls of forward
@@ -253,17 +217,6 @@ def test_a_forward_that_is_set_later(patch):
     handle.remove()
     assert torch.equal(model(data()), y)
     assert moved(offload(model, layers="blocks"), model) == before
-
-
-def test_a_forward_that_is_set_for_one_call():
-    model = Waves(6)
-    handle = offload(model, layers="blocks")
-    before, block = moved(handle, model), model.blocks[1]
-    forward = block.forward
-    block.forward = without(block, None)
-    model(data())
-    block.forward = forward
-    assert moved(handle, model) == before
 
 
 def test_hooks_of_accelerate():

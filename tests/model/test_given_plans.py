@@ -60,10 +60,9 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("kind", [Wave, Mlp])
 @pytest.mark.usefixtures("one_process")
-def test_plans_of_wrapped_models_and_of_what_they_wrap(wrap, kind):
-    model = Waves(block=kind)
+def test_plans_of_wrapped_models_and_of_what_they_wrap(wrap):
+    model = Waves(block=Mlp)
     plan = plan_of(model, num_layers=3)
     wrapped = wrap(model)
     with actoffload.offload(wrapped, num_layers=3, min_bytes=0) as handle:

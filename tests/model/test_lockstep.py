@@ -104,33 +104,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(monkeypatch)
 
 
-@pytest.mark.parametrize("phase", [0, 1])
-@pytest.mark.parametrize("recompute", [False, "auto"])
-@pytest.mark.parametrize("budget", [12.5, 11.5])
-def test_gradients_before_every_other_pass(program, budget, recompute, phase):
-    """Beside weights, which are always there: the highest memory before a pass counts in all ranks."""
-    kept: dict[Any, Any] = {}
-
-    def before(number: int) -> Callable[[Rank], None]:
-        def prepare(rank: Rank) -> None:
-            kept.pop((rank.number, "gradients"), None)
-            if not number:
-                kept[rank.number, "weights"] = rank.device.count(torch.zeros(6 * KIB))
-            if number % 2 == phase:
-                kept[rank.number, "gradients"] = rank.device.count(torch.zeros(2 * KIB))
-
-        return prepare
-
-    for _ in range(2):
-        rank = program.add(3e2, 2**40, memory_budget=int(4 * KIB * budget), recompute=recompute)
-        rank.before = {number: before(number) for number in range(24)}
-    program.run(24)
-    for rank in program.ranks:
-        assert not any(rank.settling[16:])
-        rank.handle.remove()
-
-
-@pytest.mark.parametrize("short", [(), (1,), (2,), (3,), (1, 2)])
+@pytest.mark.parametrize("short", [(), (2,), (1, 2)])
 def test_a_batch_that_is_short_in_one_rank_while_its_memory_is_measured(program, short):
     """That rank has more in memory, so its budget decides; passes from 0 are short."""
     budget, over, kept = int(8.1 * 4 * KIB), list[tuple[int, int]](), dict[int, Any]()
@@ -148,8 +122,8 @@ def test_a_batch_that_is_short_in_one_rank_while_its_memory_is_measured(program,
 
     for _ in range(2):
         rank = program.add(1e3, 2**40, memory_budget=budget, recompute=False)
-        rank.before = {number: before(number) for number in range(40)}
-    program.run(40)
+        rank.before = {number: before(number) for number in range(20)}
+    program.run(20)
     assert not over
     for rank in program.ranks:
         assert not rank.handle.settling

@@ -135,27 +135,6 @@ def test_a_pass_that_keeps_everything_and_takes_more_than_the_budget_is_followed
         assert handle.plan.because.startswith("Fits: ")
 
 
-class Overrated(Timed):
-    """A device on which the first plan that is tried takes less memory than was predicted; the others take that."""
-
-    def allocated(self) -> tuple[int, int] | None:
-        now, peak = super().allocated() or (0, 0)
-        measuring = self.handle._tracker.steering
-        self.plans = getattr(self, "plans", [])
-        plan = measuring.found.plan
-        if measuring.stage is Stage.PLAN and plan not in self.plans:
-            self.plans.append(plan)
-        return now, peak - (8 * MIB if measuring.stage is Stage.PLAN and len(self.plans) == 1 else 0)
-
-
-def test_a_plan_that_takes_less_memory_than_was_predicted_lets_no_other_take_more():
-    device = Overrated(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 12)
-    device.handle = handle = offload(model, device, memory_budget=20 * MIB)
-    assert max(peaks(model, device, 24)) <= 20 * MIB
-    assert not handle.settling
-
-
 @pytest.mark.parametrize(("link", "count"), [(1e5, 4), (1e6, 8)])
 def test_budgets_of_a_frontier_have_room_for_what_groups_share(link, count):
     """A plan that offloads few of the groups copies it with these, and the others keep it."""
@@ -252,21 +231,6 @@ def test_a_budget_and_a_choice_by_hand(by_hand):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     with pytest.raises(ValueError, match="memory_budget is kept by measuring: leave out num_layers"):
         actoffload.offload(model, memory_budget="1GiB", **by_hand)
-
-
-@pytest.mark.parametrize("recompute", [False, "auto"])
-def test_the_reason_has_the_peak_without_offloading(recompute):
-    """The peak that was measured, not that of a plan in which groups are recomputed and nothing is offloaded."""
-    device = Timed(3e2, 3e2, memory=2**40)
-    model = TimedModel(device, 12, nbytes=4 * KIB)
-    (without,) = peaks(model, device, 1)
-    handle = offload(model, device, memory_budget=24 * KIB, recompute=recompute)
-    for _ in range(14):
-        step(model)
-    assert bool(handle.plan.recomputed) == (recompute == "auto")
-    action = "offloading and recomputing" if handle.plan.recomputed else "offloading"
-    limit = "above the limit of 24.0 KiB."
-    assert handle.plan.because == f"Without {action} the peak would be {without / KIB:.1f} KiB, {limit}"
 
 
 # The frontier

@@ -99,9 +99,9 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-def hostile(path: Path) -> list[bytes]:
-    text = str(path)
-    return [
+def test_a_hostile_message_runs_nothing(tmp_path: Path):
+    path = tmp_path / "made"
+    for data in (
         pickle.dumps(Hostile(path)),
         b"",
         b"\xff\xfe",
@@ -111,21 +111,13 @@ def hostile(path: Path) -> list[bytes]:
         b'{"Room": {"limit": 1, "more": 2}}',
         b'{"Stage": "__class__"}',
         b'{"Plan": {"model_layers": -1}}',
-        json.dumps({"partial": ["mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
-        json.dumps({"partial": ["os.mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
-        json.dumps({"partial": [["choose"], [], []]}).encode(),
+        json.dumps({"partial": ["os.mkdir", {"tuple": [str(path)]}, {"dict": []}]}).encode(),
         json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),
-    ]
-
-
-@pytest.mark.parametrize("number", range(13))
-def test_a_hostile_message_runs_nothing(tmp_path: Path, number: int):
-    path = tmp_path / "made"
-    data = hostile(path)[number]
-    with pytest.raises(UnreadableError):
-        read(data)
-    store = dist.HashStore()
-    store.set("model/0/1", data)
-    with pytest.raises(LostRankError, match="A message in the store of the process group cannot be read"):
-        Exchange("model", 1, (0, 1), lambda: store).receive(["0/1"], "")
-    assert not path.exists()
+    ):
+        with pytest.raises(UnreadableError):
+            read(data)
+        store = dist.HashStore()
+        store.set("model/0/1", data)
+        with pytest.raises(LostRankError, match="A message in the store of the process group cannot be read"):
+            Exchange("model", 1, (0, 1), lambda store=store: store).receive(["0/1"], "")
+        assert not path.exists()

@@ -14,7 +14,6 @@ from whole_model import (
     UNIT,
     WIDTH,
     Attention,
-    Block,
     Transformer,
     Wave,
     Waves,
@@ -67,30 +66,6 @@ def test_plain_pytorch_models(model, number):
 
 
 # What is chosen
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        "blocks",
-        "blocks.*",
-        "blocks.[0-5]",
-        ["blocks.?"],
-        Block,
-        [Block],
-        lambda model: model.blocks,
-        lambda model: list(model.blocks),
-        lambda model: model.blocks[:6],
-        lambda model: (block for block in model.blocks),
-        lambda model: ["blocks.0", model.blocks[1], "blocks.[2-3]", *model.blocks[4:]],
-    ],
-)
-def test_forms_of_layers(layers):
-    model = Transformer(6)
-    handle = offload(model, layers=layers if isinstance(layers, (str, list, type)) else layers(model))
-    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
-    step(model)
-    assert handle.statistics().tensors_offloaded > 0
 
 
 def test_the_model_itself_as_a_group_of_one():
@@ -175,12 +150,6 @@ def test_max_host_bytes(limit, monkeypatch):
     assert statistics.tensors_kept[Reason.HOST_FULL] == 3 * 8 - statistics.tensors_offloaded
 
 
-def test_max_host_bytes_that_suffice():
-    for limit in (2**21, "2 MiB"):
-        _, statistics = agrees(Waves(6), max_host_bytes=limit)
-        assert statistics.tensors_offloaded == 3 * 8
-
-
 @pytest.mark.parametrize(("inflight", "distance"), [(None, 3), (1, 2), (2, 3), (9, 3)])
 def test_max_inflight(inflight, distance):
     handle, statistics = agrees(Waves(8), steps=1, num_layers=5, max_inflight=inflight)
@@ -211,36 +180,6 @@ def test_keep_inside_of_chosen_modules(keep):
     assert "keep: blocks.0 ... 4.attention" in str(handle)
 
 
-def test_chosen_inside_of_kept_inside_of_chosen():
-    """The innermost rule: the MLP is offloaded, the attention around it kept, and the block around that offloaded."""
-
-    class Around(Attention):
-        def __init__(self):
-            super().__init__()
-            self.inner = Wave()
-
-        def forward(self, x):
-            return super().forward(self.inner(x))
-
-    class Wrapper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.around, self.wave = Around(), Wave()
-
-        def forward(self, x):
-            return self.wave(self.around(x))
-
-    model = Waves(4, Wrapper)
-    handle, _ = agrees(model, layers=["blocks.*", "*.around.inner"], keep="*.around", num_layers=3)
-    assert handle.groups[:3] == ("blocks.0", "blocks.0.around.inner", "blocks.0 (part 2)")
-    handle.reset_statistics()
-    step(model)  # the first step shows that a block continues after its inner one
-    # The inner and the outer wave are offloaded in three of four blocks; the attention between them is kept.
-    statistics = handle.statistics()
-    assert statistics.bytes_offloaded == 3 * (2 + 2) * UNIT
-    assert statistics.bytes_kept[Reason.KEPT] >= 4 * (UNIT + 3 * UNIT + ROWS * ROWS * 4)
-
-
 def test_keep_around_chosen_modules_and_the_whole_model():
     model = Transformer(5)
     _, statistics = agrees(model, steps=1, before=1, keep=[model])
@@ -250,24 +189,3 @@ def test_keep_around_chosen_modules_and_the_whole_model():
 
 
 # Marks
-
-
-def test_the_marks_work_in_groups_and_outside_nothing_is_on():
-    seen = []
-
-    class Marking(Wave):
-        def forward(self, x):
-            seen.append(actoffload.is_cpu_offload_enabled())
-            h = x * self.scale
-            actoffload.mark_not_offload(h)
-            return torch.sin(h)
-
-    model = Waves(6, Marking)
-    handle, statistics = agrees(model, steps=1)
-    assert seen == [False] * 6 + [True] * 6
-    assert statistics.tensors_kept[Reason.MARKED] == 6
-    assert statistics.bytes_offloaded == 4 * UNIT
-    with handle.paused():
-        model(data())
-    assert seen[-1] is False
-    assert not actoffload.is_cpu_offload_enabled()

@@ -1,4 +1,4 @@
-"""Copies of a model under `offload`, and several threads that run one."""
+"""Copies of a model under `offload`, several threads that run one, and weights that are swapped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import no_gc, nothing_held
-from torch import nn
+from helpers import forward, in_threads, make, no_gc, nothing_held
+from torch import Tensor, nn
+from torch.nn import functional
 from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, train
+from wrappers import Two
 
 import actoffload
 
@@ -27,9 +30,11 @@ def copies(model: nn.Module) -> dict[str, nn.Module]:
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
+    pickled = pickle.dumps(model)
+    assert b"actoffload" not in pickled
     return {
         "deepcopy": copy.deepcopy(model),
-        "pickle": pickle.loads(pickle.dumps(model)),
+        "pickle": pickle.loads(pickled),
         "torch.save": torch.load(saved, weights_only=False),
     }
 
@@ -75,28 +80,19 @@ def test_two_threads_run_their_own_forwards():
     model = Transformer(6)
     reference = copy.deepcopy(model)
     handle = offload(model)
-    got, failed = {}, []
+    got = {}
     barrier = threading.Barrier(2)
 
     def work(k):
-        try:
-            x = data(k).requires_grad_()
-            for _ in range(5):
-                barrier.wait()
-                y = model(x)
-                barrier.wait()
-                got[k] = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
-            nothing_installed()
-        except BaseException as error:
-            failed.append(error)
-            barrier.abort()
+        x = data(k).requires_grad_()
+        for _ in range(5):
+            barrier.wait(30)
+            y = model(x)
+            barrier.wait(30)
+            got[k] = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+        nothing_installed()
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    in_threads(lambda: work(0), lambda: work(1))
     for k in range(2):
         x = data(k).requires_grad_()
         equal(list(got[k]), list(torch.autograd.grad(reference(x).square().sum(), [x, *reference.parameters()])))
@@ -126,14 +122,7 @@ def test_replicas_in_threads_as_data_parallel_makes_them():
     def work(k):
         outputs[k] = replicas[k](data(k))
 
-    def run():
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    run()
+    in_threads(lambda: work(0), lambda: work(1))
     sum(outputs.values()).sum().backward()
     got = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -156,20 +145,16 @@ def test_a_thread_that_ends_leaves_nothing():
             for block in model.blocks[:3]:  # ended in the middle
                 y = block(y)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        del thread
+        in_threads(work)
         nothing_held(handle)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
-def test_a_copy_is_compiled_as_one_graph(how):
+def test_a_copy_is_compiled_as_one_graph():
     model = Transformer(4)
     want = train(copy.deepcopy(model))
     handle = offload(model)
     train(model, steps=1)
-    other = copies(model)[how]
+    other = copies(model)["torch.save"]
     graphs = []
 
     def backend(graph, example_inputs):
@@ -204,3 +189,122 @@ def test_a_model_of_hugging_face_is_saved_while_it_is_offloaded(tmp_path):
     assert type(again) is type(model) is transformers.LlamaForCausalLM
     equal(list(model.state_dict().values()), list(again.state_dict().values()))
     assert list(again.state_dict()) == list(model.state_dict())
+
+
+# Swapped weights
+
+
+class Frozen(nn.Module):
+    """A linear layer whose frozen weight is a wrapper subclass, as quantized weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Two(torch.randn(16, 16), torch.randn(16, 16)), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(functional.linear(x * self.scale, self.weight.a))
+
+
+class Returned(nn.Module):
+    """A block that returns a parameter beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.inner(x)), self.inner.weight
+
+
+class Tied(nn.Module):
+    """A model whose blocks return parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Returned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)])
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(*[Frozen() for _ in range(3)])
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    dtype = next(model.parameters()).dtype
+    model.zero_grad()
+    model(torch.ones(32, 16, dtype=dtype).requires_grad_()).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+@pytest.mark.parametrize("make_model", [plain, frozen, Tied])
+def test_a_model_is_converted_by_swapping_its_weights(
+    make_model: Callable[[], nn.Module], removed: bool, swapping: None
+):
+    torch.manual_seed(0)
+    model = make_model()
+    handle = actoffload.offload(model, num_layers=2, min_bytes=0)
+    step(model)
+    step(model)
+    if removed:
+        handle.remove()
+    model.double()
+    expected = [parameter.dtype for parameter in model.parameters()]
+    assert set(expected) == {torch.float64}
+    with_ = step(model)
+    if not removed:
+        assert handle.statistics().bytes_offloaded
+    handle.remove()
+    assert all(map(torch.equal, with_, step(model)))
+
+
+def test_frozen_wrappers_are_swapped_without_the_setting():
+    torch.manual_seed(0)
+    model = frozen()
+    handle = actoffload.offload(model, num_layers=2, min_bytes=0)
+    step(model)
+    model.cpu()
+    model.to(torch.float64)
+    assert handle.statistics().bytes_offloaded
+    step(model)
+
+
+def test_swapped_weights_are_kept():
+    """The weights that the next pass saves are those of now."""
+    torch.manual_seed(0)
+    model = plain()
+    with actoffload.offload(model, num_layers=2, min_bytes=0) as handle:
+        step(model)
+        offloaded = handle.statistics().bytes_offloaded
+        for parameter in list(model.parameters()):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
+        step(model)
+        assert handle.statistics().bytes_offloaded == 2 * offloaded
+
+
+@pytest.mark.usefixtures("offload_small_tensors")
+def test_weights_of_layers_in_a_context():
+    layers = list(plain())
+    context, sync = make(1, 3)
+    for _ in range(2):
+        forward(layers, torch.ones(32, 16), context, sync).sum().backward()
+    for parameter in nn.ModuleList(layers).parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
+    forward(layers, torch.ones(32, 16), context, sync).sum().backward()

@@ -134,45 +134,6 @@ def test_an_exception_in_a_hook(hook, first, of):
         right(model, handle)
 
 
-@pytest.mark.parametrize("at", [0, 2, 5])
-def test_an_exception_in_backward(at):
-    class Explode(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 1.0
-
-        @staticmethod
-        def backward(ctx, grad):
-            if fuse:
-                fuse.clear()
-                raise KeyError("boom")
-            return grad * (1 + 0 * ctx.saved_tensors[0])
-
-    model = Waves(6)
-    model.blocks[at].register_forward_hook(lambda module, args, y: Explode.apply(y))
-    handle = offload(model)
-    with no_gc():
-        fuse = [True]
-        with contextlib.suppress(KeyError):
-            model(start()).sum().backward()
-        torch.ones(1, requires_grad=True).sum().backward()
-        nothing_held(handle)
-        # A graph that was kept can be used again.
-        fuse = [True]
-        x = data().requires_grad_()
-        y = model(x)
-        with contextlib.suppress(KeyError):
-            y.sum().backward(retain_graph=True)
-        model.zero_grad()
-        (got,) = torch.autograd.grad(y.sum(), x)
-        del y
-    with handle.paused():
-        (want,) = torch.autograd.grad(model(x).sum(), x)
-    equal([got], [want])
-    nothing_held(handle)
-
-
 # Interrupts
 
 
@@ -213,30 +174,6 @@ def test_an_interrupt_in_one_model_is_not_in_the_way_of_another(run):
     nothing_installed()
 
 
-def test_an_interrupt_that_is_caught_inside_of_the_model():
-    class Catching(Waves):
-        def forward(self, x):
-            for block in self.blocks:
-                try:
-                    x = block(x)
-                except KeyboardInterrupt:
-                    x = x * 2.0
-            return x
-
-    model = Catching(6, Fails)
-    handle = offload(model)
-    x = data().requires_grad_()
-    model.blocks[2].fails = "in"
-    (got,) = torch.autograd.grad(model(x).sum(), x)
-    nothing_installed()
-    model.blocks[2].fails = "in"
-    with handle.paused():
-        (want,) = torch.autograd.grad(model(x).sum(), x)
-    equal([got], [want])
-    model(start())  # what ran before is expected again, and is corrected by this
-    right(model, handle)
-
-
 # A device that fails
 
 
@@ -266,10 +203,10 @@ def test_a_device_that_fails(what):
             right(model, handle)
 
 
-# A thousand steps
+# Many steps
 
 
-def test_a_thousand_steps_with_random_aborts(place):
+def test_many_steps_with_random_aborts(place):
     rng = random.Random(7)
     model = Waves(6, Fails).to(place)
     handle = offload(model, device=backend() if place.type == "cuda" else None)
@@ -303,7 +240,7 @@ def test_a_thousand_steps_with_random_aborts(place):
             y.sum().backward()
 
     with no_gc():
-        for k in range(1000):
+        for k in range(400):
             kind = rng.choice(kinds)
             try:
                 run(kind)
@@ -316,7 +253,7 @@ def test_a_thousand_steps_with_random_aborts(place):
             nothing_installed()
             if not held_back:
                 nothing_held(handle)
-            if k == 500:
+            if k == 200:
                 held_back.clear()
                 # On the CPU autograd keeps the nodes that were due when it stopped, until another backward pops them.
                 torch.ones(1, requires_grad=True, device=place).sum().backward()
@@ -326,7 +263,7 @@ def test_a_thousand_steps_with_random_aborts(place):
         torch.ones(1, requires_grad=True, device=place).sum().backward()
         nothing_held(handle)
         assert place.type == "cpu" or torch.cuda.memory_allocated() == allocated
-    assert all(seen.count(kind) > 20 for kind in failing)
+    assert all(seen.count(kind) > 10 for kind in failing)
     assert handle.statistics().host_bytes <= 2 * host
     model.zero_grad(set_to_none=True)
     run = lambda model, x: model(x.to(place))  # noqa: E731

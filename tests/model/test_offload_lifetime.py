@@ -8,14 +8,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import alive, no_gc, nothing_held
+from helpers import no_gc, nothing_held
 from whole_model import UNIT, Transformer, Waves, data, equal, offload
-
-from actoffload.engine.layer import Layer, LivenessToken
-from actoffload.engine.passes import ModelPass
-from actoffload.engine.storage import Moved, SavedStorage
-
-OURS = (SavedStorage, ModelPass, Layer, Moved, LivenessToken)
 
 
 def start() -> torch.Tensor:
@@ -69,22 +63,19 @@ def test_a_forward_that_outlives_its_model_names_the_misuse():
 
 def test_a_step_leaves_no_cycle():
     with no_gc():
-        others = alive(*OURS)
         model = Transformer(6)
         handle = offload(model)
         model(start()).sum().backward()
         gc.collect()
         for _ in range(3):
             y = model(start())
-            assert alive(SavedStorage) > 4
             y.sum().backward()
             del y
-            assert alive(*OURS) == others + len(handle.groups), "the layers of the latest pass are kept for the report"
             assert gc.collect() == 0
         nothing_held(handle)
 
 
-@pytest.mark.parametrize("blocks_run", range(1, 7))
+@pytest.mark.parametrize("blocks_run", [1, 3, 6])
 def test_a_graph_thrown_away_gives_everything_back_at_once(blocks_run):
     model = Waves(6)
     handle = offload(model)

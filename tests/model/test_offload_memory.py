@@ -1,96 +1,29 @@
-"""Memory under `offload`: what is resident when, to the byte; what is shared; what is copied."""
+"""Memory under `offload`, to the byte: what is shared, copied, and kept inside of other modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import nothing_held
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from virtual_time import agree, layer_of, links
-from whole_model import ROWS, UNIT, WIDTH, Attention, Inside, Mlp, Wave, Waves, agrees, data, offload
+from whole_model import (
+    ATTENTION,
+    MLP,
+    ROWS,
+    UNIT,
+    Attention,
+    Inside,
+    Mlp,
+    Transformer,
+    Wave,
+    Waves,
+    agrees,
+    bytes_of_a_step,
+    data,
+    offload,
+)
 
-from actoffload.device import ReferenceDevice
 from actoffload.report import Reason
-from actoffload.schedule import GroupSchedule, LayerCost, Link, Saved, simulate
-
-
-class Timed(nn.Module):
-    """A module that takes as long and saves as much as a cost says."""
-
-    def __init__(self, cost: LayerCost, device: ReferenceDevice) -> None:
-        super().__init__()
-        self.cost, self.work = cost, layer_of(cost, device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.work(x)
-
-
-class Stack(nn.Module):
-    """Timed modules of kinds a and b, in an order of their own."""
-
-    def __init__(self, each: list[LayerCost], kinds: str, order: list[int], device: ReferenceDevice) -> None:
-        super().__init__()
-        self.a, self.b = nn.ModuleDict(), nn.ModuleDict()
-        for k, (cost, kind) in enumerate(zip(each, kinds, strict=True)):
-            getattr(self, kind)[str(k)] = Timed(cost, device)
-        self.order = [(kinds[k], str(k)) for k in order]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kind, k in self.order:
-            x = getattr(self, kind)[k](x)
-        return x
-
-
-def recorded(each: list[LayerCost], kinds: str, order: list[int], link: Link, **options):
-    """Run three steps; return what happened in the last, which was recorded, and what `simulate` says of it."""
-    device = ReferenceDevice(link.d2h, link.h2d, link.latency)
-    model = Stack(each, kinds, order, device)
-    layers = [name for name, modules in (("a.*", model.a), ("b.*", model.b)) if len(modules)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)  # of too few groups
-        handle = offload(model, device=device, layers=layers, min_bytes=1, **options)
-        model(torch.zeros(1, requires_grad=True) * 1.0).backward()
-    nothing_held(handle)
-    handle.reset_statistics()
-    model(torch.zeros(1, requires_grad=True) * 1.0).backward()
-    unrecorded = handle.statistics().peak_resident_bytes
-    handle.reset_statistics()
-    began = device.main.now
-    with handle.recording():
-        model(torch.zeros(1, requires_grad=True) * 1.0).backward()
-    want = simulate(handle.plan, [each[k] for k in order], link)
-    assert unrecorded == want.peak_bytes, "recording changes nothing"
-    return (handle.timeline().timeline, handle.statistics(), device.main.now - began), want, handle
-
-
-@st.composite
-def costs(draw) -> LayerCost:
-    """Draw costs whose forward begins with some work: a wait that came first would be counted in it when measured."""
-    count = draw(st.integers(0, 4))
-    saved_at = sorted(draw(st.integers(1, 8)) / 8 for _ in range(count))
-    needed_at = sorted((draw(st.integers(0, 8)) / 8 for _ in range(count)), reverse=True)
-    sizes = [draw(st.integers(1, 24)) * 256 for _ in range(count)]
-    saved = tuple(Saved(*each) for each in zip(sizes, saved_at, needed_at, strict=True))
-    return LayerCost(draw(st.integers(1, 12)) / 4, draw(st.integers(0, 12)) / 4, saved)
-
-
-@settings(max_examples=60)
-@given(st.data(), links)
-def test_any_groups_of_any_kinds_in_any_order(data, link):
-    each = data.draw(st.lists(costs(), min_size=1, max_size=6))
-    kinds = "".join(data.draw(st.lists(st.sampled_from("ab"), min_size=len(each), max_size=len(each))))
-    order = data.draw(st.permutations(range(len(each))))
-    largest = max(kinds.count(kind) for kind in kinds)
-    number = data.draw(st.one_of(st.none(), st.integers(0, max(0, largest - 1))))
-    inflight = data.draw(st.sampled_from([None, 1, 2]))
-    fraction = data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
-    got, want, handle = recorded(each, kinds, order, link, num_layers=number, fraction=fraction, max_inflight=inflight)
-    agree(got, want)
-    assert handle.plan.steps == GroupSchedule(number, fraction, inflight).plan([kinds[k] for k in order]).steps
-
 
 # What is really freed
 
@@ -208,26 +141,6 @@ def test_what_is_saved_outside_while_a_group_has_it_is_kept_and_counted():
     assert sum(group.kept.get(Reason.SHARED, (0, 0))[1] for group in report.groups) == 4 * UNIT
 
 
-def test_a_storage_that_many_groups_save_is_counted_once():
-    class Table(Waves):
-        def __init__(self):
-            super().__init__(6, lambda: Times())
-            self.register_buffer("seed", torch.ones(ROWS, WIDTH))
-
-        def forward(self, x):
-            table = torch.cos(self.seed) * 1.0
-            for block in self.blocks:
-                x = block(x, table)
-            return x
-
-    class Times(Wave):
-        def forward(self, x, table):
-            return super().forward(x * table)
-
-    _, statistics = agrees(Table(), lambda m, x: m(x.requires_grad_() * 1.0), steps=1)
-    assert (statistics.tensors_kept[Reason.SHARED], statistics.bytes_kept[Reason.SHARED]) == (1, UNIT)
-
-
 # What is copied
 
 
@@ -250,3 +163,91 @@ def test_what_is_kept_outside_counts_each_storage_once():
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
     assert statistics.bytes_kept[Reason.OUTSIDE] == 2 * attention
     assert handle.report().outside[Reason.OUTSIDE][1] == 2 * attention
+
+
+# Chosen and kept modules inside of each other
+
+
+class Nested(nn.Module):
+    """A wave, an inner wave in a box, and a wave: tensors are saved before, in and after the inner one."""
+
+    class Box(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Wave()
+
+        def forward(self, x):
+            return torch.sin(self.inner(torch.sin(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.box = Nested.Box()
+
+    def forward(self, x):
+        return torch.sin(self.box(torch.sin(x)))
+
+
+# Each block saves: sin, then in the box sin, then in the inner wave two, then in the box sin, then sin: six.
+@pytest.mark.parametrize(
+    ("layers", "keep", "units"),
+    [
+        ("blocks", (), 6),
+        ("blocks", "*.inner", 4),
+        ("blocks", "*.box", 2),
+        ("blocks", ["*.inner", "*.box"], 2),
+        ("*.box", (), 4),
+        ("*.inner", (), 2),
+        ("*.inner", "*.box", 2),
+        ("*.inner", "blocks.*", 2),
+        ("*.inner", ["blocks.*", "*.box"], 2),
+        ("*.box", "*.inner", 2),
+        ("*.box", ["*.inner", "blocks.*"], 2),
+        (["blocks.*", "*.inner"], "*.box", 4),
+        (["blocks.*", "*.box"], "*.inner", 4),
+        (["blocks.*", "*.inner"], (), 6),
+        (["blocks.*", "*.box", "*.inner"], (), 6),
+        (["*.box", "*.inner"], "blocks.*", 4),
+    ],
+)
+def test_the_innermost_rule(layers, keep, units):
+    """Of four blocks, three of each kind are offloaded."""
+    nbytes, late = bytes_of_a_step(Waves(4, Nested), layers=layers, keep=keep, num_layers=3)
+    assert nbytes == 3 * units * UNIT
+    assert late == 0
+
+
+def test_parts_of_a_group_have_names_and_kinds_of_their_own():
+    model = Waves(3, Nested)
+    handle, _ = agrees(model, layers=["blocks.*", "*.inner"])
+    assert handle.groups[:3] == ("blocks.0", "blocks.0.box.inner", "blocks.0 (part 2)")
+    said = str(handle)
+    for line in (
+        "offload of Waves: 6 of 9 groups are offloaded",
+        "  blocks.*: 2 of 3 offloaded",
+        "  *.inner: 2 of 3 offloaded",
+        "  blocks.* (part 2): 2 of 3 offloaded",
+        "    offloaded  blocks.0 (part 2), blocks.1 (part 2)",
+    ):
+        assert line in said.splitlines()
+
+
+def test_two_kinds_inside_of_each_block_and_the_block():
+    """With everything chosen, everything is offloaded, whichever group it is counted in."""
+    whole, late = bytes_of_a_step(Transformer(5), layers="blocks", num_layers=4)
+    assert late == 0
+    parts, late = bytes_of_a_step(Transformer(5), layers=["blocks.*", "*.mlp", "*.attention"], num_layers=4)
+    assert late == 0
+    assert parts == whole
+    fine, _ = bytes_of_a_step(Transformer(5), layers=["*.mlp", "*.attention"], num_layers=4)
+    assert fine == 4 * (MLP + ATTENTION)
+
+
+def test_chosen_inside_of_a_module_that_is_called_twice():
+    class Twice(Nested):
+        def forward(self, x):
+            return self.box(x) + self.box(x * 0.5)
+
+    nbytes, late = bytes_of_a_step(Waves(4, Twice), layers="*.inner")
+    # Eight calls: all but the last two are offloaded.
+    assert nbytes == 6 * Wave.SAVES * UNIT
+    assert late == 0

@@ -7,12 +7,10 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 from helpers import nothing_held
-from torch import Tensor, nn
+from torch import Tensor
 from whole_model import (
     UNIT,
-    WIDTH,
     Transformer,
     Wave,
     Waves,
@@ -152,22 +150,6 @@ def test_one_skipped_block_and_back_again(skipped):
     assert statistics.reloaded_on_demand == 0
 
 
-def test_a_skipped_block_that_hands_its_input_on():
-    """It runs, and returns what it got."""
-
-    class Dropped(Wave):
-        dropping = False
-
-        def forward(self, x):
-            return x if self.dropping else super().forward(x)
-
-    model = Waves(6, Dropped)
-    model.blocks[1].dropping = model.blocks[4].dropping = True
-    _, statistics = agrees(model)
-    assert statistics.bytes_offloaded == 3 * 3 * SAVES
-    assert statistics.reloaded_on_demand == 0
-
-
 def test_early_exit_reloads_ahead_what_had_left():
     model = Ordered(list(range(8)), count=8)
     handle, _ = agrees(model)
@@ -180,51 +162,6 @@ def test_early_exit_reloads_ahead_what_had_left():
 
 
 # Called more than once
-
-
-class Often(nn.Module):
-    """Calls one module four times in a row, and then a cell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wave, self.cell = Wave(), nn.LSTMCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = self.wave(x)
-        state = self.cell(x)
-        for _ in range(2):
-            state = self.cell(x, state)
-        return state[0]
-
-
-def test_the_first_pass_counts_calls_in_a_row():
-    model = Often()
-    handle = offload(model)
-    for _ in range(3):
-        model(data()).sum().backward()
-        report = handle.report()
-        assert [(group.name, group.calls) for group in report.groups] == [("wave", 4), ("cell", 3)]
-        assert handle.groups == ("wave",) * 4 + ("cell",) * 3
-
-
-def test_a_block_that_calls_itself():
-    class Deep(Wave):
-        def forward(self, x, depth=2):
-            x = super().forward(x)
-            return self(x, depth - 1) if depth else x * torch.cos(x)
-
-    model = Waves(4, Deep)
-    handle, statistics = agrees(model)
-    assert handle.groups[:6] == (
-        "blocks.0",
-        "blocks.0",
-        "blocks.0",
-        "blocks.0 (part 2)",
-        "blocks.0 (part 2)",
-        "blocks.1",
-    )
-    assert statistics.bytes_offloaded > 0
 
 
 def test_copies_of_a_captured_forward_have_ended_with_it(monkeypatch):
@@ -323,17 +260,6 @@ def test_the_model_is_called_while_a_loop_is_half_way():
     model.zero_grad()
     assert measured(handle, lambda: model(data()).sum().backward()).passes == 1
     assert handle.groups == names([*range(6)])
-
-
-def test_the_model_and_a_loop_in_turns():
-    model = Waves(6)
-    reference = copy.deepcopy(model)
-    handle = offload(model)
-    for k in range(4):
-        for run in (loop, lambda model, x: model(x)):
-            equal(train(model, run, steps=1 + k % 2), train(reference, run, steps=1 + k % 2))
-            nothing_held(handle)
-    assert handle.statistics().bytes_offloaded == handle.statistics().passes * 4 * SAVES
 
 
 def test_a_kept_module_that_the_loop_calls_alone():

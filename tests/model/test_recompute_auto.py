@@ -6,14 +6,12 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_memory_budget import peaks
 from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actoffload
-from actoffload.model.tuning.findings import Findings
 from actoffload.schedule import Action, Do, Event, Plan, When
 
 MIB = 2**20
@@ -71,39 +69,6 @@ def test_a_policy_of_the_program_is_followed_with_and_without_a_budget(recompute
     assert budget is None or max(found) <= budget
 
 
-class Talking(nn.Module):
-    """A block that adds up its output over the ranks of a process group that no parameter shows."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        x = self.block(x)
-        dist.all_reduce(x.detach().clone())
-        return x
-
-
-@pytest.mark.parametrize("recompute", ["auto", True])
-def test_groups_that_communicate_do_so_once(recompute, monkeypatch):
-    """Another rank may not recompute them, and would not take part in the collective."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    calls, all_reduce = [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: [calls.append(1), all_reduce(tensor)])
-    try:
-        device = Timed(3e5, 3e5, memory=2**40)
-        model = TimedModel(device, 12)
-        model.blocks = nn.ModuleList([*map(Talking, model.blocks[:6]), *model.blocks[6:]])
-        handle = offload(model, device, memory_budget=24 * MIB, recompute=recompute)
-        for _ in range(16):
-            step(model)
-        assert max(peaks(model, device, 2)) <= 24 * MIB
-    finally:
-        dist.destroy_process_group()
-    assert set(range(6)) & set(handle.plan.recomputed)
-    assert len(calls) == 18 * 6
-
-
 class Stemmed(TimedModel):
     """A model that computes for 5 s before its blocks, and for 7 s behind their backward."""
 
@@ -134,16 +99,6 @@ def test_new_host_memory_does_not_count_as_compute(layers):
     assert handle.plan.recomputed
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-
-
-def test_the_next_choice_is_searched_once_for_a_plan(monkeypatch):
-    _, model, handle = make(6e5, None)
-    for _ in range(14):
-        step(model)
-    first = handle.report().next_choice
-    monkeypatch.setattr(Findings, "chosen", lambda *_, **__: pytest.fail("searched again"))
-    step(model)
-    assert handle.report().next_choice == first != ""
 
 
 @pytest.mark.parametrize("budget", [None, 24 * MIB])

@@ -142,8 +142,6 @@ def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators
     assert not handle.settling
     assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
-    ways = handle._tracker.steering.found.ways
-    assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
 
 
 class Returning(Block):
@@ -186,28 +184,6 @@ def test_nothing_is_read_that_the_device_has_not_reached(lag):
     device.lag = lag  # about 450 events in a pass
     assert max(peaks(model, device, 8)) <= 18 * MIB
     assert handle.plan.recomputed
-
-
-def test_groups_that_change_parameters_do_so_once():
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-        def forward(self, x):
-            self.count += 1
-            return super().forward(x)
-
-    device = Timed(1e6, 1e6, memory=2**40)
-    DEVICES.append(device)
-    model = Blocks()
-    for k in (2, 5):
-        model.blocks[k] = Counting()
-    handle = offload(model, device, layers="blocks", memory_budget=32 * MIB, min_bytes=2**16)
-    for _ in range(14):
-        step(model)
-    assert {2, 5} & set(handle.plan.recomputed)
-    assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
 
 
 def test_operators_are_timed_in_three_groups_that_do_the_same(monkeypatch):

@@ -1,4 +1,4 @@
-"""What `layers` and `keep` mean: paths, patterns, modules and types, also through wrappers, and the kinds they give."""
+"""What `layers` and `keep` mean, also through wrappers, which kinds they give, and which blocks are found."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
-from structures import Attention, Block, Mamba, Mlp, MoeBlock, Parts, blocks
+from structures import (
+    LEAVES,
+    PARTS,
+    PLAIN,
+    STAGES,
+    Attention,
+    Block,
+    Mamba,
+    Mlp,
+    MoeBlock,
+    Parts,
+    blocks,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
+from actoffload._text import name_pattern
 from actoffload.model import select
-from actoffload.model.select import Chosen, Names, block_type, check_entries
+from actoffload.model.select import Chosen, Names, block_type, check_entries, find_stacks
 
 
 def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
@@ -113,7 +125,7 @@ def held() -> Parts:
 
 BODY = nn.Sequential(OrderedDict(first=Block(), second=Block(), out=Mlp()))
 NUMBERED = nn.Sequential(OrderedDict((f"block_{k}", Block()) for k in range(12)))
-STAGES = nn.ModuleList([blocks(2), blocks(1)])
+LISTS = nn.ModuleList([blocks(2), blocks(1)])
 SEQUENTIALS = nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2))
 
 
@@ -128,7 +140,7 @@ SEQUENTIALS = nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2))
         (SEQUENTIALS[0], SEQUENTIALS[0], {"0": "*", "1": "*"}),
         (Parts(a=Parts(mlp=SEQUENTIALS[0])), "*.mlp", {"a.mlp": "*.mlp"}),
         # Modules without a forward mean what is in them.
-        (Parts(stages=STAGES, empty=nn.ModuleList()), "*",
+        (Parts(stages=LISTS, empty=nn.ModuleList()), "*",
          {"stages.0.0": "*", "stages.0.1": "*", "stages.1.0": "*"}),
         (held(), "held", {"held.block": "held.*"}),
         # A module with two names has both, and is chosen once.
@@ -163,7 +175,6 @@ def test_keep():
 # Errors
 
 OTHER = copy.deepcopy(model()).model.layers
-EMPTY = {"empty": nn.ModuleList()}
 
 
 @pytest.mark.parametrize(
@@ -189,11 +200,6 @@ EMPTY = {"empty": nn.ModuleList()}
 def test_entries_that_mean_nothing(layers, message):
     with pytest.raises(ValueError, match=message):
         choose(model(empty=nn.ModuleList()), layers)
-
-
-def test_a_model_without_modules_inside():
-    with pytest.raises(ValueError, match="no modules inside"):
-        choose(nn.Linear(1, 1), "xyz")
 
 
 @pytest.mark.parametrize("keep", ["nothing", "*.nothing", nn.Conv2d, nn.Linear(1, 1)])
@@ -316,30 +322,66 @@ def test_sharded_blocks():
         choose(root, "nothing")
 
 
-def test_parametrized_blocks():
-    root = model()
-
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    for block in root.model.layers:
-        nn.utils.parametrize.register_parametrization(block.mlp.up, "weight", Twice())
-    assert len({type(block.mlp.up) for block in root.model.layers}) == 3
-    assert kinds(choose(root, "*.mlp.up")) == {"*.mlp.up": 3}
-
-
 def test_a_circle_of_modules_does_not_end_in_a_circle():
     root = model()
     root.model.layers[0].mlp.up._modules["back"] = root
     assert [each.module for each in choose(root, "model.layers")] == list(root.model.layers)
 
 
-def test_what_is_chosen_of_a_checkpointed_model_runs():
-    """The wrapper of a block is called, and so a hook on what was chosen is."""
-    root = nn.Sequential(*(checkpoint_wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), checkpoint) for _ in range(3)))
-    called = []
-    for each in choose(root, None):
-        each.module.register_forward_hook(lambda module, _, __: called.append(module))
-    root(torch.ones(2, 3))
-    assert called == list(root)
+# Repeated blocks
+
+
+def found(model: nn.Module) -> dict[str, int]:
+    """Return how many modules of each name, with ``*`` for indices, are chosen."""
+    chosen = choose(model, None)
+    assert {each.kind for each in chosen} == {"layer"}
+    modules = dict(model.named_modules())
+    assert all(modules[each.name] is each.module for each in chosen)
+    assert [each.name for each in chosen] == [n for n, m in modules.items() if any(m is c.module for c in chosen)]
+    return dict(Counter(name_pattern(each.name) for each in chosen))
+
+
+ALL = {**PLAIN, **PARTS, **STAGES, **LEAVES}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_structures(name):
+    model, want = ALL[name]
+    assert found(model) == want
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *PARTS, *STAGES])
+def test_it_is_found_in_a_larger_model_too(name):
+    model, want = ALL[name]
+    around = Parts(backbone=Parts(net=model), norm=nn.LayerNorm(4))
+    assert found(around) == {f"backbone.net.{key}": number for key, number in want.items()}
+
+
+def test_the_transformer_of_pytorch():
+    model = nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True)
+    assert found(model) == {"encoder.layers.*": 6, "decoder.layers.*": 3}
+
+
+def test_a_shared_block_is_in_its_stack_once():
+    block = Block()
+    (stack,) = find_stacks(nn.ModuleList([block] * 3))
+    assert stack == (block,)
+
+
+def test_lazy_layers():
+    assert found(nn.Sequential(*(nn.LazyLinear(4) for _ in range(3)))) == {"*": 3}
+
+
+def test_the_only_block_of_a_stage():
+    """What a stage of a pipeline has beside it is none, nor are its experts; lists of several come first."""
+    (block,) = alone = blocks(1, MoeBlock)
+    assert find_stacks(Parts(embedding=nn.Embedding(2, 2), layers=alone)) == ((block,),)
+    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone))) == ((block,),)
+    several = Parts(first=blocks(1), layers=blocks(3))
+    assert find_stacks(several) == (tuple(several.layers),)
+    leaves = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_stacks(leaves) == (tuple(leaves),)
+
+
+def test_lists_without_parameters_are_none():
+    assert find_stacks(nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU())))) == ()

@@ -265,21 +265,6 @@ def test_a_plan_and_something_else(more):
     assert actoffload.OffloadHandle.of(model) is None
 
 
-def test_plans_print_bytes(tmp_path):
-    """On the reference device too, where nothing is measured."""
-    model = TimedModel(Timed())
-    handle = offload(model, actoffload.device.ReferenceDevice())
-    for _ in range(2):
-        step(model)
-    assert "blocks.0 ... 5             6        -     24.0 MiB" in str(handle.plan)
-    handle.plan.save(tmp_path / "plan.json")
-    handle.remove()
-    handle = offload(model, actoffload.device.ReferenceDevice(), layers=None, plan=tmp_path / "plan.json")
-    assert "blocks.0 ... 5             6        -     24.0 MiB" in str(handle.plan)
-    step(model)
-    assert handle.statistics().bytes_offloaded == 24 * MIB
-
-
 def test_a_saved_plan_of_groups_in_parts(tmp_path):
     """A group around others has parts; its plan names them."""
     device = Timed(1e7, 1e7, memory=16 * MIB)

@@ -44,7 +44,7 @@ def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
     assert leanest(None, recompute) <= device.created.peak + BLOCK
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.integers(10, 60), st.sampled_from([5e5, 2e6, 4e6, 1e7]), st.sampled_from(REPLAY))
 def test_no_pass_exceeds_the_memory(mebibytes, link, recompute):
     device, model = limited(max(mebibytes, leanest() / MIB * 1.25), link)
@@ -125,7 +125,7 @@ def test_times_that_change_change_no_plan(change):
     stages(handle, lambda: step(model), 6)
     plan, calls = handle.plan, iter(range(10**9))
     device.slow = lambda: change(next(calls))
-    assert stages(handle, lambda: step(model), 60) == [""] * 60
+    assert stages(handle, lambda: step(model), 30) == [""] * 30
     assert handle.plan is plan
 
 
@@ -157,12 +157,11 @@ def test_the_faster_of_two_plans_is_kept_if_copies_slow_compute_down(cost):
 # Inputs
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_variable_lengths(seed):
+def test_variable_lengths():
     device = Timed(1e7, 1e7, memory=32 * MIB)
     model = TimedModel(device)
     handle = offload(model, device)
-    source, steps = random.Random(seed), 0
+    source, steps = random.Random(0), 0
     while handle.settling:
         step(model, source.choice([2, 4, 8]))
         steps += 1
@@ -177,7 +176,7 @@ def test_lengths_that_alternate_between_training_and_evaluation():
     _device, model, handle = small()
     stages(handle, lambda: step(model), 6)
     plan = handle.plan
-    for _ in range(12):
+    for _ in range(4):
         assert stages(handle, lambda: step(model), 10) == [""] * 10
         for _ in range(10):
             model(torch.zeros(16, requires_grad=True))  # with a graph, without a backward
@@ -258,14 +257,3 @@ def test_an_error_before_the_memory_is_known_changes_nothing():
     stages(handle, lambda: step(model), 4)
     assert not handle.settling
     assert not handle.plan.offloaded
-
-
-def test_numbers_of_the_passes_in_the_log(caplog):
-    device, model, handle = small(recompute=False)
-    with caplog.at_level(logging.INFO, "actoffload"):
-        stages(handle, lambda: step(model), 10)
-        device.failed += 1
-        stages(handle, lambda: step(model), 10)
-    first, second = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
-    assert "measured in passes 1 to 4" in first
-    assert "measured in passes 11 to 14" in second

@@ -1,8 +1,9 @@
-"""The measured default changes no bit: random models and known ones, in every stage, on the adversarial device."""
+"""No bit changes on the adversarial device: the measured default in every stage, and random models."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from adversary.device import AdversarialDevice
-from adversary.harness import check, scaled_down
+from adversary.harness import check, execute, scaled_down, trial
+from adversary.trees import ModelRun, TreeProgram, tree_programs
 from helpers import no_gc, nothing_held
+from hypothesis import given, settings
 from timed_device import Timed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +76,7 @@ class Timely(AdversarialDevice):
         self._settle()
 
 
+NESTED = ["blocks.*", "*.attention", "*.mlp", "*.block"]
 MODELS = {
     "waves": lambda: Waves(6),
     "transformer": lambda: Transformer(6),
@@ -109,14 +113,19 @@ class HalfOnHost(Block):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("layers", "order", "memory"),
+    ("name", "layers", "order", "memory"),
     [
-        (None, "late", 2**14),
-        ("blocks", "early", None),
-        (["blocks.*", "*.attention", "*.mlp", "*.block"], "random", 2**14),
+        ("waves", None, "late", 2**14),
+        ("transformer", None, "late", 2**14),
+        ("transformer", NESTED, "random", 2**14),
+        ("checkpoint", "blocks", "early", None),
+        ("checkpoint", NESTED, "random", 2**14),
+        ("reentrant", None, "late", 2**14),
+        ("on the host", "blocks", "early", None),
+        ("half on the host", None, "late", 2**14),
+        ("half on the host", NESTED, "random", 2**14),
     ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_values_in_each_stage(name, layers, order, memory, monkeypatch):
     monkeypatch.setattr(findings, "HOST_SECONDS", 0.0)
     torch.manual_seed(0)
@@ -269,3 +278,36 @@ def test_groups_are_replayed_once_no_other_groups_are_inside_of_them():
     assert {group.name for group in report.groups} == {f"blocks.{k}" for k in range(4)}
     assert all(group.recomputed for group in report.groups)
     assert "Not recomputed" not in report.because
+
+
+# Random models
+
+
+SEEDS = 4  # with the last one, steps are recorded
+
+
+@pytest.mark.parametrize(
+    ("streams", "recompute", "examples"),
+    [(False, False, 16), (True, False, 12), (False, True, 12), (True, True, 12)],
+    ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
+)
+def test_random_models_in_random_orders(streams, recompute, examples):
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=examples)
+    @given(tree_programs(streams=streams, recompute=recompute))
+    def orders_of(program: TreeProgram) -> None:
+        expected, _ = execute(program, None, kind=ModelRun)
+        for seed in range(SEEDS):
+            _, statistics = trial(program, expected, seed, kind=ModelRun)
+            seen["offloaded"] += statistics.tensors_offloaded
+            seen["ahead"] += statistics.reloaded_ahead
+            for reason, count in statistics.tensors_kept.items():
+                seen[reason.name] += count
+        for mode in ("late", "early"):
+            trial(program, expected, 0, mode, ModelRun)
+
+    orders_of()
+    # The drawn programs cover every reason.
+    for what in ("offloaded", "ahead", "KEPT", "OUTSIDE", "SHARED", "HOST_FULL", "MARKED", "SMALL"):
+        assert seen[what] > 0, what

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recomputing import BLOCKS, WIDTH, Mlp, Net, all_policies, batch, check, fractions, gradients, policies, train
+from recomputing import BLOCKS, WIDTH, Mlp, Net, all_ways, batch, check, fractions, gradients, policies, train, ways
 from torch import nn
 from whole_model import offload
 
@@ -35,8 +35,7 @@ EDITS: dict[str, Any] = {
 }
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled"])
 @pytest.mark.parametrize("where", [where for where in EDITS if where != "kept value"])
 def test_an_edit_before_backward_is_an_error_of_autograd(where, policy, fraction, settled):
@@ -87,8 +86,7 @@ def test_what_replay_reads_may_not_be_edited_either(settled):
             loss.backward()
 
 
-@all_policies
-@fractions
+@all_ways
 def test_edits_behind_backward(policy, fraction):
     def use(model):
         found = []
@@ -106,8 +104,7 @@ def test_edits_behind_backward(policy, fraction):
     check(lambda: Net(Edited), use, policy=policy, fraction=fraction)
 
 
-@all_policies
-@fractions
+@all_ways
 def test_groups_that_edit_their_inputs(policy, fraction):
     """The edits change nothing in the first steps, so that the proof shows nothing."""
 
@@ -138,8 +135,7 @@ def test_groups_that_edit_their_inputs(policy, fraction):
     check(lambda: Fresh(Clamping), use, policy=policy, fraction=fraction, freed=-1.0)
 
 
-@policies
-@fractions
+@ways
 def test_outputs_that_the_program_edits(policy, fraction):
     class Adding(Net):
         def call(self, block, x):
@@ -176,8 +172,7 @@ def _as_before():
     Hidden.factor = 1.0
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("again", [False, True], ids=["once", "from now on"])
 def test_a_global_number_that_is_replaced_is_an_error_in_the_next_forward(policy, fraction, again):
     model = Net(Hidden)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recomputing import ROWS, WIDTH, Net, all_policies, batch, check, fractions, policies, train
+from recomputing import ROWS, WIDTH, Net, all_ways, batch, check, train, ways
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -172,8 +172,7 @@ PURE = {
 }
 
 
-@all_policies
-@fractions
+@all_ways
 @pytest.mark.parametrize("kind", PURE)
 def test_functions(kind, policy, fraction):
     check(lambda: net(PURE[kind]), policy=policy, fraction=fraction)
@@ -354,15 +353,13 @@ IMPURE = {
 }
 
 
-@all_policies
-@fractions
+@all_ways
 @pytest.mark.parametrize("kind", IMPURE)
 def test_functions_that_are_not_pure(kind, policy, fraction):
     check(lambda: net(IMPURE[kind]), policy=policy, fraction=fraction, freed=-1.0)
 
 
-@policies
-@fractions
+@ways
 def test_a_function_whose_result_depends_on_the_number_of_calls(policy, fraction):
     """The proof calls it again, so its results are not those without offload, but each gradient is that of its step."""
 

@@ -16,10 +16,9 @@ from recomputing import (
     bytes_after_forward,
     check,
     clean,
-    fractions,
     gradients,
-    policies,
     train,
+    ways,
 )
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
@@ -175,8 +174,7 @@ KINDS = [Dropout, Noise, OwnGenerator, Attention, ForeignNoise, Factory, Unseen,
 KINDS += [Indexed, NoGrad, WithoutDispatch, Hidden]
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_would_be_wrong_stays(kind, policy, fraction):
     check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
@@ -200,8 +198,7 @@ class Scaled(Linear):
         return (y * Scaled.outside["scale"]).sin() + (y + Scaled.outside["shift"]).sin().exp()
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("between", [False, True], ids=["each step", "before backward"])
 def test_tensors_of_the_program_that_are_replaced(policy, fraction, between):
     def use(model):
@@ -253,16 +250,14 @@ class Nested(Linear):
         return (ragged.sin() * ragged).values().sin()
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", [OfSubclass, Nested])
 def test_subclasses(kind, policy, fraction):
     check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@policies
-@fractions
+@ways
 def test_groups_with_scripted_code_run_again_as_a_whole(policy, fraction):
     with torch.jit.optimized_execution(False):  # which has other bits after some calls
         check(lambda: Net(Scripted), policy=policy, fraction=fraction, freed=0.5)
@@ -355,8 +350,7 @@ class Reversible(nn.Module):
         return torch.sin(self.Function.apply(x * 1.0, self.linear)).exp()
 
 
-@policies
-@fractions
+@ways
 def test_memory_that_the_program_frees_and_fills(policy, fraction):
     check(lambda: Net(Reversible), policy=policy, fraction=fraction, freed=-1.0)
 

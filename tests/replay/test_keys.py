@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
+from recomputing import WIDTH, Mlp, Net, batch, check, gradients, policies, train, ways
 from torch import Tensor, nn
 from whole_model import offload
 
@@ -53,8 +53,7 @@ class Linear(nn.Linear):
 # Sizes and arguments
 
 
-@policies
-@fractions
+@ways
 def test_sizes(policy, fraction):
     def use(model):
         found = []
@@ -94,8 +93,7 @@ class Options:
     mask: Tensor
 
 
-@policies
-@fractions
+@ways
 def test_flags_numbers_and_tensors_in_arguments(policy, fraction):
     class Arguments(Mlp):
         def forward(self, x, options, *, flip, names, more):
@@ -166,8 +164,7 @@ def patch(model, k):
             del block.other.forward
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("change", [anneal, alternate, train_and_evaluate, freeze, hook, replace, patch])
 def test_attributes(change, policy, fraction):
     check(lambda: Net(Linear), each_step(change), policy=policy, fraction=fraction, freed=-1.0)
@@ -209,8 +206,7 @@ class Lazily(Linear):
         return super().forward((x.sin() * self.tables[len(x)]).sin())
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", [Counting, CountingNowAndThen, Toggling, Lazily])
 def test_attributes_that_a_call_changes(kind, policy, fraction):
     check(lambda: Net(kind), each_step(lambda model, k: None), policy=policy, fraction=fraction, freed=-1.0)
@@ -295,8 +291,7 @@ class EqualExperts(Experts):
 BRANCHES = [LayerDrop, Doubled, DoubledByNumpy, DoubledByOwnGenerators, DoubledByTorch, Clipping, Experts, EqualExperts]
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", BRANCHES)
 def test_branches(kind, policy, fraction):
     check(lambda: Net(kind), each_step(lambda model, k: None, 16), policy=policy, fraction=fraction, freed=-1.0)
@@ -343,8 +338,7 @@ def more_operators(model, k):
     Hidden.more = k in (6, 9)
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("change", [other_sizes, other_operators, other_places, more_operators])
 def test_a_call_that_saves_something_else_is_kept(change, policy, fraction):
     check(lambda: Net(Hidden), each_step(change, 16), policy=policy, fraction=fraction, freed=-1.0)
@@ -368,8 +362,7 @@ class Halves(nn.Module):
         return z[:5].exp().sum() + z if Halves.differs else z
 
 
-@policies
-@fractions
+@ways
 def test_a_call_that_differs_when_its_first_half_is_dropped(policy, fraction):
     def change(model, k):
         Halves.differs = k in (6, 9)
@@ -377,8 +370,7 @@ def test_a_call_that_differs_when_its_first_half_is_dropped(policy, fraction):
     check(lambda: Net(Halves), each_step(change), policy=policy, fraction=fraction)
 
 
-@policies
-@fractions
+@ways
 def test_gradients_between_two_halves(policy, fraction, monkeypatch):
     monkeypatch.setattr(Halves, "asks", True)
     check(lambda: Net(Halves), train, policy=policy, fraction=fraction)

@@ -11,20 +11,20 @@ from recomputing import (
     Mlp,
     Net,
     all_policies,
+    all_ways,
     batch,
     check,
     fractions,
     gradients,
     policies,
     train,
+    ways,
 )
 from torch import Tensor, nn
 from whole_model import offload
 
 from actoffload.device import ReferenceDevice
 from actoffload.device.reference import CreatedStorages
-from actoffload.engine import hooks
-from actoffload.report import Reason
 
 
 class Block(nn.Module):
@@ -72,8 +72,7 @@ def test_held_values_are_made_once(policy, calls):
     assert replayed - without == 4 * calls
 
 
-@all_policies
-@fractions
+@all_ways
 def test_gradients_of_a_part_of_the_inputs(policy, fraction):
     def use(model):
         found = []
@@ -89,8 +88,7 @@ def test_gradients_of_a_part_of_the_inputs(policy, fraction):
     check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
 
 
-@all_policies
-@fractions
+@all_ways
 def test_input_gradients_first_and_weight_gradients_later(policy, fraction):
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
 
@@ -110,8 +108,7 @@ def test_input_gradients_first_and_weight_gradients_later(policy, fraction):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast(policy, fraction, cache, inside):
@@ -163,8 +160,7 @@ def test_autocast_inside_of_a_group(policy):
     check(lambda: Net(Cast), policy=policy)
 
 
-@all_policies
-@fractions
+@all_ways
 def test_a_layer_that_is_called_several_times(policy, fraction):
     class Shared(Net):
         def __init__(self):
@@ -188,8 +184,7 @@ class Containers(nn.Module):
         return {"x": z, "none": None, "text": "a", "sizes": [y.shape[0], (y.sum(),)]}
 
 
-@policies
-@fractions
+@ways
 def test_containers_keywords_and_outputs_that_are_no_tensors(policy, fraction):
     class Model(Net):
         def forward(self, x):
@@ -207,8 +202,7 @@ def test_containers_keywords_and_outputs_that_are_no_tensors(policy, fraction):
     check(lambda: Model(Containers), policy=policy, fraction=fraction)
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_of_the_program_inside_of_a_group(policy, fraction, reentrant):
     class Checkpointing(nn.Module):
@@ -312,25 +306,4 @@ def test_no_cast_of_a_weight_is_kept_when_autocast_has_ended(rows):
     weights = [model.inp.weight, model.head.weight]
     outside = sum(2 * weight.numel() for weight in weights) + 4 * rows * 32 * 4
     assert replayed <= activations + outside
-    handle.remove()
-
-
-def test_that_a_cast_is_one_of_a_weight_is_found_out_once(monkeypatch):
-    """LoRA saves two small casts for each linear layer, and finding that out takes longer than keeping them."""
-    asked: list[int] = []
-    stays = hooks.stays
-    monkeypatch.setattr(hooks, "stays", lambda tensor, *args: (asked.append(tensor.numel()), stays(tensor, *args))[1])
-    torch.manual_seed(0)
-    model = Net()
-    handle = offload(model, layers="blocks.?", recompute=[torch.ops.aten._to_copy.default], fraction=0.0)
-    counts = []
-    for step in range(4):
-        asked.clear()
-        with autocast():
-            y = model(batch(step, 16)).float()
-        y.sum().backward()
-        counts.append(asked.count(32 * 64))
-    number, _ = handle.report().kept[Reason.PARAMETER]
-    assert counts[0] > counts[-1] == counts[-2] == 0
-    assert number >= 8, "two casts in each of four blocks are counted as before"
     handle.remove()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
+from helpers import in_threads
+from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, gradients, policies, train, ways
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,8 +77,7 @@ STATES = [Normed, Convolved, Spectral, Averaging, Replacing]
 
 
 @pytest.mark.usefixtures("place")
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", STATES)
 def test_buffers_are_written_to_once(kind, policy, fraction):
     """`train` returns the buffers at the end, the numbers of batches included."""
@@ -85,7 +85,7 @@ def test_buffers_are_written_to_once(kind, policy, fraction):
 
 
 @policies
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", [Normed, Convolved, Replacing])
 def test_buffers_of_several_passes_in_flight(kind, policy):
     def use(model):
         found = []
@@ -122,6 +122,30 @@ def test_a_module_runs_once(policy):
 
     check(lambda: Net(Counted), use, policy=policy)
     assert len(set(calls)) == 3
+
+
+@policies
+@pytest.mark.usefixtures("one_process")
+def test_groups_that_communicate_do_so_once(policy):
+    """Another rank may not recompute them, and would not take part in the collective."""
+    counted = []
+
+    class Adding(Mlp):
+        def forward(self, x):
+            y = torch.sin(super().forward(x))
+            total = y.detach().sum(0) * 2.0
+            dist.all_reduce(total)
+            return (y * total).sin().exp()
+
+    def use(model):
+        found = train(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found += train(model, 1)
+        counted.append(sum(event.name == "c10d::allreduce_" for event in profile.events()))
+        return found
+
+    check(lambda: Net(Adding), use, policy=policy)
+    assert counted == [len(Net().blocks)] * 2
 
 
 @policies
@@ -233,10 +257,6 @@ def test_threads(policy):
         got[k] = train(models[k], 8)
         clean()
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(lambda k=k: work(k) for k in range(3)))
     for k, want in enumerate(wanted):
         equal(got[k], want)

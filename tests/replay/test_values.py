@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import ROWS, WIDTH, Linear, Net, check, fractions, policies
+from recomputing import ROWS, WIDTH, Linear, Net, check, fractions, policies, ways
 from torch import Tensor, nn
 
 
@@ -119,8 +119,7 @@ class Scalars(Linear):
 KINDS = [Chunks, Strides, Expanded, ChannelsLast, OtherTypes, Complex, Inputs, Empty, Several, Scalars]
 
 
-@policies
-@fractions
+@ways
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_views(kind, policy, fraction):
     check(lambda: Net(kind), policy=policy, fraction=fraction)

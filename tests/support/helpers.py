@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -194,20 +195,23 @@ class Saves(torch.autograd.Function):
         return grad, None, *[None] * len(ctx.saved_tensors)
 
 
-def right(layers, context, sync, *, clean: bool = True) -> None:
-    """Check that a step gives right gradients, is layer 0 first, and holds nothing afterwards."""
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert not actoffload.is_cpu_offload_enabled()
-    x = torch.randn(64, 64)
-    parameters = list(layers.parameters())
-    want = torch.autograd.grad(plain(list(layers), x).sum(), parameters)
-    context.reset_statistics()
-    before = context.statistics()
-    got = torch.autograd.grad(forward(list(layers), x, context, sync).sum(), parameters)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    after = context.statistics()
-    assert after.passes == 1
-    assert after.tensors_offloaded > before.tensors_offloaded
-    assert after.reloaded_on_demand == 0
-    if clean:
-        nothing_held(context)
+def in_threads(*work: Callable[[], object]) -> None:
+    """Run functions in threads of their own, which begin together; raise the first error."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(work))
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            barrier.wait(10)
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "a thread has not ended within 120 s"
+    if errors:
+        raise errors[0]

@@ -31,6 +31,10 @@ HELD = "held"  # everything, of which all that is made again stays until its las
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 all_policies = pytest.mark.parametrize("policy", [*POLICIES.values(), HELD], ids=[*POLICIES, HELD])
 fractions = pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["kept", "offloaded"])
+# Each policy, with and without copies of what stays; `test_steps` has all pairs.
+WAYS = {"kept-everything": (True, 0.0), "offloaded-cheap": (COSTLY, 1.0), "offloaded-held": (HELD, 1.0)}
+ways = pytest.mark.parametrize(("policy", "fraction"), [*WAYS.values()][:2], ids=[*WAYS][:2])
+all_ways = pytest.mark.parametrize(("policy", "fraction"), WAYS.values(), ids=WAYS)
 
 Use = Callable[[nn.Module], Sequence[Tensor]]
 
