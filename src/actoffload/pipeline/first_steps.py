@@ -260,6 +260,7 @@ class FirstSteps:
         if self._plain is None:
             return
         learned = self._conductor.learned
+        learned.used = {}  # of groups that are recomputed in another way, which save other tensors
         for stage in self._stages:
             names, measured = plan.names[stage.index], self._plain.names[stage.index]
             saves = plan.saves.get(stage.index, (None,) * len(names))
@@ -333,13 +334,15 @@ def _ways(
 ) -> tuple[Variant, ...]:
     """Return the ways to run a group: without recomputation, and those that follow from recomputing all of it.
 
-    Backward comes to a recomputed group with all that it saves, from which it recomputes.
+    Backward comes to a recomputed group with all that it saves, from which it recomputes.  The weight backward of a
+    split backward reads what it reads where all is recomputed, and at most all that a way saves beyond that.
     """
     if plain.nbytes <= whole.nbytes:
         return (Variant(plain),)
     _, *ways = replay_ways(whole, within(operators, plain.forward)) if operators else (None, Variant(whole, ()))
-    found, kept = [Variant(plain)], None if split is None else split.kept
+    found = [Variant(plain)]
     for way in ways:
         saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+        kept = None if split is None else split.kept + max(way.cost.nbytes - whole.nbytes, 0)
         found.append(replace(way, cost=replace(way.cost, saved=saved), read_again=kept))
     return tuple(found)

@@ -240,14 +240,14 @@ def _new(plans: Plans, measured: Sequence[Measured], trials: Sequence[StepTrial]
     return None if not plans or known or _exceed(plans, measured) else plans
 
 
-def whole_replay(measured: Sequence[Measured], limits: Limits) -> Plans:
+def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) -> Plans:
     """Return plans in which every group is replayed as a whole, and offloaded only if a rank would exceed its memory.
 
-    There are none where recomputation was not measured.
+    There are none where recomputation was not measured.  Of the ways to run each group, another one may be chosen.
     """
     variants = variants_of(measured)
     ways = {
-        (stage, group): len(found) - 1
+        (stage, group): range(len(found))[way]
         for stage, groups in variants.items()
         for group, found in enumerate(groups)
         if len(found) > 1
