@@ -91,14 +91,14 @@ def choose(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    model = _Models(names, groups, link, host_seconds, among, host_limit)
+    models = _models(names, groups, link, host_seconds, among, host_limit)
     check_limit(limit=limit)
     if without_bytes is not None:
         check_bytes(without_bytes=without_bytes)
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
-    without = model.peak_bytes if without_bytes is None else without_bytes
-    plan = model.best(most)
+    without = models[0].peak_bytes if without_bytes is None else without_bytes
+    plan = _best(models, most)
     because = ""
     if (plan.peak_bytes or 0) > most:
         because = f"No plan is within the limit of {size(limit or 0)}; this one has the smallest peak."
@@ -140,12 +140,12 @@ def frontier(
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
-    model = _Models(names, groups, link, host_seconds, among, host_limit)
+    models = _models(names, groups, link, host_seconds, among, host_limit)
     check_whole(points=points, least=1)
-    leanest, kept = model.best(0), model.best(inf)
+    leanest, kept = _best(models, 0), _best(models, inf)
     low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
     limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
-    between = (replace(model.best(limit), because=FASTEST) for limit in limits)
+    between = (replace(_best(models, limit), because=FASTEST) for limit in limits)
     plans = [replace(leanest, because=LEANEST), *between, replace(kept, because="This plan offloads nothing.")]
     found: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
@@ -154,59 +154,48 @@ def frontier(
     return tuple(found)
 
 
-class _Models:
-    """The searches with all that is made again held until its last use, and without.
+def _models(
+    names: Sequence[str],
+    groups: Sequence[Sequence[Variant]],
+    link: Link,
+    host_seconds: float,
+    among: Collection[int] | None,
+    host_limit: int | None,
+) -> list[_Model]:
+    """Return the model with all that is made again held until its last use, and without, if that is not the same."""
+    check_kinds(str, names=names)
+    check_kind(Link, link=link)
+    check_seconds(host_seconds=host_seconds)
+    check_limit(host_limit=host_limit)
+    if among is not None:
+        expected = "positions of groups, or None for all"
+        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
+    check_kinds(Sequence, groups=groups)
+    for number, group in enumerate(groups):
+        check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
+    if not names or len(names) != len(groups) or not all(groups):
+        raise ValueError(
+            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
+        )
+    given = link, host_seconds, Knobs(host_limit=host_limit, stages=among, early=EARLY)
+    lean = _Model(names, groups, *given)
+    if not any(way.held for group in groups for way in group):
+        return [lean]
+    held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
+    return [_Model(names, held, *given, holds=True), lean]
 
-    Held values need memory in which other values could stay.  So both are searched where holding costs time.
+
+def _best(models: Sequence[_Model], limit: float) -> Plan:
+    """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet.
+
+    Held values need memory in which other values could stay.  So both ways are searched where holding costs time.
     """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        groups: Sequence[Sequence[Variant]],
-        link: Link,
-        host_seconds: float,
-        among: Collection[int] | None,
-        host_limit: int | None,
-    ) -> None:
-        check_kinds(str, names=names)
-        check_kind(Link, link=link)
-        check_seconds(host_seconds=host_seconds)
-        check_limit(host_limit=host_limit)
-        if among is not None:
-            expected = "positions of groups, or None for all"
-            check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
-        check_kinds(Sequence, groups=groups)
-        for number, group in enumerate(groups):
-            check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
-        if not names or len(names) != len(groups) or not all(groups):
-            raise ValueError(
-                f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for "
-                "each."
-            )
-        knobs = Knobs(host_limit=host_limit, stages=among, early=EARLY)
-        held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
-        self._found = [_Model(tuple(names), held, link, host_seconds, knobs)]
-        self._lean = partial(_Model, tuple(names), groups, link, host_seconds, knobs)
-        self._holds = any(way.held for group in groups for way in group)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak without offloading and recomputation."""
-        return self._found[0].peak_bytes
-
-    def best(self, limit: float) -> Plan:
-        """Return the fastest plan within a limit, or with about the smallest peak; its reason is not known yet."""
-        plan = self._found[0].best(limit)
-        plan = replace(plan, holds=self._holds and bool(plan.recomputed))
-        fits, held_seconds = (plan.peak_bytes or 0) <= limit, plan.seconds or 0.0
-        if self._holds and (not fits or held_seconds * (1 - WORTH) > (plan.baseline_seconds or 0.0)):
-            if len(self._found) == 1:
-                self._found.append(self._lean())
-            lean = self._found[1].best(limit)
-            if not fits or (lean.seconds or 0.0) < held_seconds * (1 - WORTH):
-                plan = lean
+    plan = models[0].best(limit)
+    fits, worth = (plan.peak_bytes or 0) <= limit, (plan.seconds or 0.0) * (1 - WORTH)
+    if len(models) == 1 or (fits and worth <= (plan.baseline_seconds or 0.0)):
         return plan
+    lean = models[1].best(limit)
+    return lean if not fits or (lean.seconds or 0.0) < worth else plan
 
 
 class _Model:
@@ -214,13 +203,16 @@ class _Model:
 
     def __init__(
         self,
-        names: tuple[str, ...],
+        names: Sequence[str],
         groups: Sequence[Sequence[Variant]],
         link: Link,
         host_seconds: float,
         knobs: Knobs,
+        *,
+        holds: bool = False,
     ) -> None:
-        self._names, self._groups, self._link, self._host_seconds = names, groups, link, host_seconds
+        self._names, self._groups, self._link, self._host_seconds = tuple(names), groups, link, host_seconds
+        self._holds = holds
         stages, variants = model_stages([group[0].cost for group in groups]), {k: [g] for k, g in enumerate(groups)}
         order = model_order(len(groups))
         self._ranks = Ranks([order], stages, link, variants, knobs, host_seconds=host_seconds, model=True)
@@ -259,20 +251,16 @@ class _Model:
         taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self._groups)]
         found = model_plan(len(taken), placement.actions())
         expected = simulate(found, [way.cost for way in taken], self._link, host_seconds=self._host_seconds)
-        found = replace(
+        pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self._groups, strict=True)]
+        return replace(
             found,
             names=self._names,
             nbytes=tuple(way.cost.nbytes for way in taken),
             seconds=expected.step_time,
             baseline_seconds=self._ranks.baseline_seconds,
             peak_bytes=expected.device_peak_bytes,
+            recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if ways else (),
+            recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
+            saves=tuple(way.saves for way in taken) if ways else (),
+            holds=self._holds and bool(ways),
         )
-        if ways:
-            pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self._groups, strict=True)]
-            found = replace(
-                found,
-                recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs),
-                recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
-                saves=tuple(way.saves for way in taken),
-            )
-        return found

@@ -356,38 +356,40 @@ class Plan(AnyPlan):
             ) from error
 
     def _check(self) -> None:
-        order = {event: k for k, event in enumerate(self.events())}
         places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
         for event, acts in self.steps.items():
-            if event not in order:
+            if not 0 <= event.layer < self.model_layers:
                 raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
             for k, act in enumerate(acts):
                 if not 0 <= act.layer < self.model_layers:
                     raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
                 if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
-                places[act] = order[event], k
+                places[act] = self._place(event.when, event.layer), k
         for act, place in places.items():
-            problem = self._misplaced(act, place, order, places)
+            problem = self._misplaced(act, place, places)
             if problem:
                 raise ValueError(f"The plan would {act} {problem}.")
 
-    @staticmethod
-    def _misplaced(
-        act: Action, place: tuple[int, int], order: Mapping[Event, int], places: Mapping[Action, tuple[int, int]]
-    ) -> str:
+    def _place(self, when: When, layer: int) -> int:
+        """Return the place of an event among `events`."""
+        if when in (When.FORWARD_START, When.FORWARD_END):
+            return 2 * layer + (when is When.FORWARD_END)
+        return 2 * (2 * self.model_layers - 1 - layer) + (when is When.BACKWARD_END)
+
+    def _misplaced(self, act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]]) -> str:
         """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
         layer = act.layer
         if act.do is Do.OFFLOAD:
-            if place[0] < order[Event(When.FORWARD_START, layer)]:
+            if place[0] < self._place(When.FORWARD_START, layer):
                 return "before its forward starts; move it there or later"
         else:
             before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
             if before not in places or places[before] > place:
                 return f"without, or before, the action '{before}'; add it earlier"
-        if act.do is Do.RELEASE and place[0] < order[Event(When.FORWARD_END, layer)]:
+        if act.do is Do.RELEASE and place[0] < self._place(When.FORWARD_END, layer):
             return "before its forward ends; move it there or later"
-        if place[0] > order[Event(When.BACKWARD_START, layer)]:
+        if place[0] > self._place(When.BACKWARD_START, layer):
             return "after its backward starts, when it is of no use; move it earlier"
         return ""
 
