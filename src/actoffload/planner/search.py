@@ -36,10 +36,9 @@ EXTENTS = 6  # extents of recomputation that are tried at first
 FINEST = 32  # part of all extents up to which it is searched between them
 TRIES, MOST_TRIES = 28, 200  # choices of ways that are tried: for many moments, for few
 WORK = 3500  # choices times moments, between them
-NEAR = 0.002  # of the limit: peaks above it that differ by less are about the same
 
 Rank: TypeAlias = tuple[bool, float, float]
-"""Where the limit is kept: False, the time, and that of recomputation; otherwise True, about the peak, and the time."""
+"""Where the limit is kept: False, the time, and that of recomputation; otherwise True, the peak, and the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +317,7 @@ class _Greedy:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
                 smallest = ranks.choices[self._which].smallest()
-                near = int(max(NEAR * self._limit, 1))
-                rank = True, float(smallest.peak_bytes // near), ranks.alone(self._which, smallest)
+                rank = True, float(smallest.peak_bytes), ranks.alone(self._which, smallest)
             else:
                 rank = True, inf, more
         self._known[key] = rank
