@@ -196,7 +196,10 @@ class Script:
             if once and k in compiled:
                 least, most = alike[kinds[k]][0], alike[kinds[k]][-1]
                 again = costs[least] if least != most else _run_again(cost, traced[-1], key, lean.elements)
+                again = cost if cost.nbytes < costs[most].nbytes else again  # temporaries depend on the neighbours
                 own, again = (_moved(each, cost) for each in (costs[most], again))
+                host = min(again.host_backward, own.host_backward + again.host_forward)
+                again = replace(again, forward=own.forward, host_backward=host)
                 found.append((Variant(own), Variant(again, ())) if again.nbytes < own.nbytes else (Variant(cost),))
             elif once and operators.get(key.group):
                 found.append(replay_ways(cost, within(tuple(operators[key.group]), cost.forward)))
