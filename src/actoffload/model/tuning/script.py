@@ -366,12 +366,9 @@ def _run_again(cost: LayerCost, first: TimedPass, key: GroupKey, elements: int) 
 
 
 def representatives(groups: Sequence[FollowedModule], among: Iterable[int]) -> Iterable[int]:
-    """Return one compiled group of each kind."""
-    found: dict[Hashable, int] = {}
-    for number in among:
-        if groups[number].ref() is not None and groups[number].is_compiled:
-            found.setdefault(kind_of(groups[number]), number)
-    return found.values()
+    """Return one compiled group of each kind: the last, at whose backward no other has new gradients."""
+    compiled = (number for number in among if groups[number].ref() is not None and groups[number].is_compiled)
+    return {kind_of(groups[number]): number for number in compiled}.values()
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
