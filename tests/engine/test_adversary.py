@@ -142,6 +142,26 @@ def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: P
     check(device, context)
 
 
+@pytest.mark.parametrize("mode", ["late", "early", "random"])
+def test_a_layer_waits_for_its_own_copy_of_a_storage_that_an_earlier_one_has_copied(mode: Mode) -> None:
+    """Each saves half of it, and the end of the first copy says nothing of the second."""
+    device = AdversarialDevice(0, mode)
+    context = OffloadContext(Engine(DefaultSchedule(2, 4).plan(), device))
+    w = torch.ones(ROWS, WIDTH, requires_grad=True)
+    halves = list(numbers(rows=2 * ROWS).chunk(2))
+    outputs = []
+    for k in range(4):
+        with context:
+            y = saving(w, halves.pop(0) if halves else numbers(k))
+        outputs.append(context.synchronize(y))
+    del y
+    torch.stack(outputs).sum().backward()
+    outputs.clear()
+    check(device, context)
+    want = numbers(rows=2 * ROWS).sum() + numbers(2).sum() + numbers(3).sum()
+    assert torch.equal(w.grad, torch.ones_like(w) * want)
+
+
 def test_a_layer_is_reloaded_into_memory_that_is_free_once() -> None:
     """What the last layer saves last, and uses first, it has saved five times; its memory is free once."""
     device = AdversarialDevice(0, "late")
