@@ -375,7 +375,7 @@ class ModelPass(Pass, Generic[Key]):
         if graph or self._region_saved:
             self._inputs = {}
             self._region_saved = False
-        if self._between.storages or self._between.residents or not graph:
+        if self._between.storages or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
             self._adopt(layer, {address(memory) for memory in storages})
             if not graph:
@@ -394,7 +394,6 @@ class ModelPass(Pass, Generic[Key]):
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
                         self.registry.offload(layer, storage, ended=False)
-            self._between.residents.clear()
             self._count_between()
 
     def _count_between(self) -> None:

@@ -169,7 +169,7 @@ class Findings:
         return Room(limit, lean.highest(), measured_link(meter)).less(self.short)
 
     def _most(self, largest: float, device_bytes: int) -> int:
-        """Return the bytes that a pass may take whose largest tensor has so many."""
+        """Return the bytes that a pass may take, given those of its largest tensor."""
         most = usable(device_bytes, round(largest))
         return most if self.budget is None else min(most, self.budget)
 

@@ -96,9 +96,9 @@ class Script:
         return (yield from self._fitted(plan))
 
     def _untraced(self, traced: Sequence[TimedPass]) -> bool:
-        """Return whether it is not known what is left to do for a group that is replayed.
+        """Return whether the operators of a replayed group are not known, or what a compiled one saves then.
 
-        That are its operators.  Of a compiled group that is alone of its kind it is what it saves then.
+        Of several compiled groups of a kind both are measured in the next pass.
         """
         ran = {key.group: self._state.groups[key.group] for key in self._state.plans.order}
         kinds, seen = Counter(map(kind_of, ran.values())), {key.group for key in traced[-1].sequence}
