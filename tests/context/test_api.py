@@ -72,6 +72,7 @@ def test_public_methods_of_the_disabled_objects_are_those_of_the_enabled():
 
 
 NUMBERS = [(1, 1), (3, 3), (4, 3), (0, 0), (-1, 3), (1, -2), ("4", 8), (None, 8), (True, 8), (4, "8"), (1, 2.5)]
+NUMBERS += [(10**20, 4), (1, 10**20)]
 
 
 @pytest.mark.parametrize(("number", "layers"), NUMBERS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -86,10 +87,14 @@ class Spoils(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("again", ["the same", "a view", "another function"])
-def test_what_backward_changes_raises_for_the_next(again):
+@pytest.mark.parametrize(
+    ("again", "kind"),
+    [("the same", "wrapper"), *product(("a view", "another function"), ("wrapper", "plain"))],
+)
+def test_what_backward_changes_raises_for_the_next(again, kind):
+    """It has been reloaded when it is changed; the next user must hear of it, as without offload."""
     context, sync = make(1, 3)
-    things = [Two(values(), values())]
+    things = [values() if kind == "plain" else Two(values(), values())]
     leaf = torch.ones(N, N, requires_grad=True)
     with context:
         x = leaf * 1.0

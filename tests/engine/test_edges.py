@@ -117,22 +117,33 @@ def test_the_note_that_a_tensor_is_final_ends_with_its_storage(device: Adversari
 # Versions
 
 
-@pytest.mark.parametrize("moved", ["on the device", "leaving", "on the host", "back"])
-def test_an_edit_in_place_after_saving_is_an_error(device: AdversarialDevice, w: Tensor, moved: str) -> None:
+VIEWS = {"whole": lambda h: h, "rows": lambda h: h[:2], "transposed": lambda h: h.t()}
+MOVED = ["on the device", "leaving", "on the host", "back", "used"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("moved", MOVED)
+def test_an_edit_in_place_after_saving_is_an_error(device: AdversarialDevice, w: Tensor, moved: str, view: str) -> None:
     layers = Layers(None, 1)
     h = numbers()
-    y = layers(lambda: saving(w, h))
+    saved = VIEWS[view](h)
+    y = layers(lambda: saving(w, saved))
+    loss = y.sum()
     steps = [
         layers.controller.start_offload_layer,
         layers.controller.release_activation_forward_gpu_memory,
         layers.back,
     ]
-    for step in steps[: ["on the device", "leaving", "on the host", "back"].index(moved)]:
+    for step in steps[: MOVED.index(moved)]:
         step(0)
+    if moved == "used":
+        loss.backward(retain_graph=True)
     h.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
-        y.sum().backward()
-    del y
+    shape = ", ".join(map(str, saved.shape))
+    expected = rf"modified by an inplace operation.*\[{shape}\]\] is at version 1; expected version 0 instead"
+    with pytest.raises(RuntimeError, match=expected):
+        loss.backward()
+    del y, loss
     assert layers.statistics.resident_bytes == 0
 
 

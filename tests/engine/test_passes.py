@@ -197,6 +197,22 @@ def test_looking_at_a_saved_tensor_outside_of_backward():
     nothing_held(context)
 
 
+def test_what_a_user_got_from_a_node_stays_his():
+    """A saved tensor that was read, or that a second-order graph holds, outlives the release."""
+    x, layer = data(), nn.Linear(64, 64)
+    context, sync, controller = make_manual(2)
+    with context:
+        y = layer(x)
+    y = sync(y)
+    seen = y.grad_fn._saved_mat1
+    (first,) = torch.autograd.grad(y.square().sum(), layer.weight, create_graph=True)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    assert same_bits(seen, x)
+    (second,) = torch.autograd.grad(first.sum(), layer.weight)
+    assert second.shape == (64, 64)
+
+
 def test_a_gradient_from_the_middle_brings_nothing_back_ahead(layers):
     """The layers behind still hold their memory, so there is no room to let others in."""
     context, sync = make(2, 6)

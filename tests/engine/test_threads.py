@@ -57,25 +57,6 @@ def test_threads_train_side_by_side(shared, place):
         assert statistics.reloaded_on_demand == 0
 
 
-def test_threads_run_backwards_through_one_retained_graph():
-    context, sync = make(3, 5)
-    layers = model(0)
-    x = torch.randn(64, 64)
-    parameters = list(layers.parameters())
-    y = forward(list(layers), x, context, sync).square().sum()
-    want = torch.autograd.grad(plain(list(layers), x).square().sum(), parameters)
-    got: list = []
-
-    def job():
-        for _ in range(5):
-            got.append(torch.autograd.grad(y, parameters, retain_graph=True))
-
-    in_threads(job, job)
-    assert len(got) == 10
-    for grads in got:
-        assert all(same_bits(a, b) for a, b in zip(want, grads, strict=True))
-
-
 # Signal handlers that raise while finalizers run
 
 

@@ -11,7 +11,7 @@ from adversary.plans import plans
 from helpers import make_manual, min_elements
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from virtual_time import agree, costs, eighths, execute, links, run
+from virtual_time import agree, costs, execute, links, run
 
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
@@ -20,7 +20,6 @@ from actoffload.report import Statistics
 from actoffload.schedule import (
     DefaultSchedule,
     Do,
-    GroupSchedule,
     LayerCost,
     Link,
     ManualSchedule,
@@ -107,17 +106,6 @@ def test_a_second_step_is_like_the_first():
 
 
 # Groups, and any plan
-
-
-@settings(max_examples=40)
-@given(st.data(), links)
-def test_any_groups(data, link):
-    each = data.draw(st.lists(costs(), min_size=1, max_size=7))
-    kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(each), max_size=len(each)))
-    most = st.one_of(st.none(), st.integers(0, len(each)))
-    schedule = GroupSchedule(data.draw(most), data.draw(eighths), data.draw(st.sampled_from([None, 1, 2])))
-    plan = schedule.plan(kinds)
-    agree(execute(plan, each, link), simulate(plan, each, link))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])

@@ -21,6 +21,13 @@ def statistics():
     return torch.zeros(WIDTH), torch.ones(WIDTH)
 
 
+def fill_halves(x):
+    out = torch.zeros(ROWS, WIDTH)
+    out[: ROWS // 2] = torch.sin(x[: ROWS // 2])
+    out[ROWS // 2 :] = torch.cos(x[ROWS // 2 :])
+    return out
+
+
 class Rnn(nn.Module):
     """A recurrent layer with dropout between its two levels."""
 
@@ -51,6 +58,15 @@ OPERATORS = {
     "normal": lambda x: torch.normal(x, 1.0) + x,
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
     "logsigmoid": F.logsigmoid,
+    # Operators in place that autograd allows are no false alarm.
+    "relu_": lambda x: torch.relu_(x * 2.0),
+    "in place before saving": lambda x: torch.sin((x * 1.0).add_(1.0)),
+    "in place on the result": lambda x: (x * torch.ones(ROWS, WIDTH)).mul_(torch.full((ROWS, WIDTH), 2.0)),
+    "sigmoid_ then add": lambda x: torch.sigmoid_(x * 1.0) + 1.0,
+    "in place on a copy": lambda x: torch.sin(x) + x.clone().add_(1.0),
+    "masked_fill_": lambda x: torch.softmax((x * 1.0).masked_fill_(x > 0.5, 0.5), -1),
+    "halves of a buffer": lambda x: fill_halves(x),
+    "dropout in place": lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
 }
 each_operator = pytest.mark.parametrize("name", [*OPERATORS, "lstm", "gru"])
 

@@ -82,16 +82,21 @@ def test_what_a_model_saves_while_it_handles_an_exception_is_kept():
     assert handle.statistics().bytes_kept[Reason.OUTSIDE] == UNIT
 
 
-def test_a_graph_does_not_keep_the_modules():
+def test_a_graph_outlives_the_model_and_the_handle_and_keeps_no_module():
     model = Waves(6)
+    x = data().requires_grad_()
+    want = torch.autograd.grad(model(x).sum(), x)
     handle = offload(model)
     with no_gc():
-        y = model(data())
+        y = model(x)
         refs = [weakref.ref(block) for block in model.blocks]
+        engine = handle._engine
         handle.remove()
         del model, handle
         assert [ref() for ref in refs] == [None] * 6
-        y.sum().backward()
+        assert torch.equal(*torch.autograd.grad(y.sum(), x), *want)
+        del y
+        assert engine.statistics().host_bytes_used == 0
 
 
 def test_offloading_is_enabled_in_a_forward_only():

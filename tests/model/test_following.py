@@ -94,8 +94,8 @@ def test_a_graph_that_is_edited_runs_edited_also_after_removal(which):
 # Classes
 
 
-@pytest.mark.parametrize("layers", [None, "convs"])
-def test_lazy_modules_stay_groups(layers):
+@pytest.mark.parametrize(("layers", "recompute"), [(None, "auto"), ("convs", "auto"), ("convs", True)])
+def test_lazy_modules_stay_groups(layers, recompute):
     class Lazy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -109,7 +109,7 @@ def test_lazy_modules_stay_groups(layers):
     def program(follow):
         torch.manual_seed(0)
         model = Lazy()
-        handle = offload(model, layers=layers, min_bytes=1) if follow else None
+        handle = offload(model, layers=layers, min_bytes=1, recompute=recompute) if follow else None
         found = []
         for k in range(4):
             x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(k))
@@ -119,27 +119,13 @@ def test_lazy_modules_stay_groups(layers):
             model.zero_grad()
             if handle is not None:
                 offloaded.append(handle.statistics().bytes_offloaded)
+                assert not handle.plan.because.startswith("Not recomputed")
         return found
 
     offloaded = []
     equal(program(True), program(False))
     steps = [after - before for before, after in zip([0, *offloaded], offloaded, strict=False)]
     assert steps[-1] == steps[-2] > 0
-
-
-def test_lazy_modules_in_groups_that_are_recomputed():
-    def program(follow):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(32)) for _ in range(4)])
-        handle = offload(model, recompute=True) if follow else None
-        model(data()).sum().backward()
-        found = [weight.grad.clone() for weight in model.parameters()]
-        model.zero_grad()
-        if handle is not None:
-            assert not handle.plan.because.startswith("Not recomputed")
-        return found + train(model)
-
-    equal(program(True), program(False))
 
 
 # Calls of forward

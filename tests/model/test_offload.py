@@ -19,7 +19,6 @@ from whole_model import (
     Waves,
     agrees,
     data,
-    offload,
 )
 
 import actoffload
@@ -63,18 +62,6 @@ def test_plain_pytorch_models(model, number):
     # The output of the last offloaded group, which it saves itself, is saved by a kept one too: copied, not freed.
     shared = statistics.tensors_kept.get(Reason.SHARED, 0)
     assert statistics.reloaded_ahead == statistics.tensors_offloaded - shared > 0
-
-
-# What is chosen
-
-
-def test_the_model_itself_as_a_group_of_one():
-    model = Wave()
-    handle = offload(model, layers=[model])
-    assert handle.groups == ("(the whole model)",)
-    with pytest.warns(UserWarning, match=r"None of the groups that were found \(1\) is offloaded"):
-        step(model)
-    assert handle.statistics().bytes_offloaded == 0
 
 
 # How many
@@ -186,6 +173,3 @@ def test_keep_around_chosen_modules_and_the_whole_model():
     assert statistics.tensors_offloaded > 0
     assert Reason.OUTSIDE not in statistics.bytes_kept
     assert statistics.bytes_kept[Reason.KEPT] >= UNIT  # the input of the head
-
-
-# Marks

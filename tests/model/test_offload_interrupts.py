@@ -37,7 +37,7 @@ def test_an_interrupt_at_every_bytecode_of_a_forward(run, files):
     moved = handle.statistics().bytes_offloaded
     assert moved > 0
     x = data()
-    n, step = 0, 41 if files is ANY else 2 if run is call else 5
+    n, step = 0, 41 if files is ANY else 5
     with no_gc():
         while interrupted(lambda: run(model, x), n, files):
             nothing_installed()
@@ -93,7 +93,7 @@ def test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward():
 @pytest.mark.parametrize("saved", [False, True], ids=["idle", "before backward"])
 def test_an_interrupted_removal_is_finished_by_a_second_call(saved):
     """All host memory is given back, wherever the interrupt comes."""
-    n, done, step = 0, False, 11
+    n, done, step = 0, False, 23
     while not done:
         model = Waves(3)
         handle = offload(model, num_layers=2)

@@ -85,8 +85,7 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     assert (holder.kind, holder.paths) == ("local variable", ("x",))
 
 
-@pytest.mark.parametrize(("count", "said_so"), [(4, True), (12, False)])
-@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(("count", "said_so", "record"), [(4, True, False), (4, True, True), (12, False, False)])
 def test_an_input_that_the_caller_holds_is_named_only_if_it_is_large(count, said_so, record):
     model, x = Waves(count), data()
     handle = offload(model)

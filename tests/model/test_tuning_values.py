@@ -288,7 +288,7 @@ SEEDS = 4  # with the last one, steps are recorded
 
 @pytest.mark.parametrize(
     ("streams", "recompute", "examples"),
-    [(False, False, 16), (True, False, 12), (False, True, 12), (True, True, 12)],
+    [(False, False, 8), (True, False, 12), (False, True, 6), (True, True, 6)],
     ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
 )
 def test_random_models_in_random_orders(streams, recompute, examples):

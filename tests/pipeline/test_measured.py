@@ -209,9 +209,8 @@ def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
     assert first != second != third
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 @pytest.mark.parametrize("first", range(1, 10))
-@pytest.mark.parametrize("recompute", ["auto", False])
+@pytest.mark.parametrize(("recompute", "times"), [("auto", 1), (False, 2)], ids=["auto, once", "offloaded, twice"])
 def test_steps_that_skip_a_group(first, times, recompute):
     """While steps are measured, while a plan is tried, and later."""
     schedule, modules, device, handle = offloaded(

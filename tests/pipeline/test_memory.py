@@ -16,7 +16,7 @@ from actoffload.device import ReferenceDevice, use
 
 HIDDEN, TOKENS, MICROBATCHES = 64, 64, 4
 LINK = 5e7  # bytes per second: a block saves half a megabyte in 10 ms
-STEPS = 20
+STEPS = 12
 
 
 pytestmark = pytest.mark.usefixtures("one_process")
