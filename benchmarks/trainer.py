@@ -110,7 +110,8 @@ def _in_four_bits(sizes: Llama) -> Any:
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     for name in linear:
         rows, columns = model.get_submodule(name).weight.shape
-        new = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        with torch.device("meta"):  # random numbers for weights that are replaced took a minute
+            new = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
         weight = 0.02 * torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE)
         new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=new)
         model.set_submodule(name, new.to(DEVICE))
