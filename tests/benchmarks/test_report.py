@@ -1,8 +1,7 @@
-"""The page, the headline and the pictures, made of rows."""
+"""The rows of the results, and the page, the headline and the pictures that are made of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,59 +40,6 @@ SEARCH = [
 P8 = [row("P8", "none", 100, peak_gib=32), row("P8", "checkpoint", 125), row("P8", "budget", 105, budget_gib=20.6)]
 
 
-def test_the_section_of_a_job() -> None:
-    text = report.section("L16", L16)
-    assert "## Llama 8B LoRA, 16k" in text
-    lines = text.splitlines()
-    assert "| method | step (ms) | × checkpointing | peak (GiB) |" in lines
-    assert "| no offload | out of memory |  |  |" in lines
-    assert "| offload(model) | 1500.0 (1500.0 to 1600.0) | 0.750 | 70.00 |" in lines
-    assert "| method | host, forward (ms) | passes | start-up (s) |" in lines
-    assert "| offload(model) | 10.0 | 5 | 1.5 |" in lines
-    assert "offload(model): A note. Recorded on 2026-12-01 from commit `0123456789ab`: GPU, torch 2.11." in text
-
-
-def test_notes_that_all_rows_have_come_once() -> None:
-    found = [row("P8", "none", 1, note="Busy."), row("P8", "budget", 1, note="Busy. Old.")]
-    assert report.notes(found) == ["Busy.", "offload(model, memory_budget): Old."]
-
-
-def test_predictions_are_shown_as_differences() -> None:
-    found = row("P8", "budget:15.4", 100, predicted_peak_gib=20.2, predicted_pass_ms=97)
-    (line,) = report.job_table(report.DETAILS, [found]).splitlines()[2:]
-    assert line.startswith("| offload(model, memory_budget) of 15.4 GiB |")
-    assert line.endswith("| +1.0 % | -3.0 % |")
-
-
-def test_drops_by_rank_beside_those_of_the_plan() -> None:
-    none = row("E4", "none", 100, rank_peaks_gib="16.5 12", peak_gib=16.5)
-    ours = row("E4", "qkv", 100.3, rank_peaks_gib="15.5 11.502", rank_drops_gib="1 0.5")
-    kept = row("E4", "offload", 100, rank_peaks_gib="16.5 12", rank_drops_gib="0 0")
-    assert report.rank_table([none, kept]) == report.rank_table([ours]) == ""
-    lines = report.section("E4", [none, ours]).splitlines()
-    arm = 'offload(layers="*.qkv", fraction=1.0)'
-    assert f"| {arm} | 0 | 16.50 | 15.50 | 1.000 | 1.000 | 100.00 % |" in lines
-    assert f"| {arm} | 1 | 12.00 | 11.50 | 0.498 | 0.500 | 99.60 % |" in lines
-
-
-def test_copies_of_all_gpus_beside_those_of_one(tmp_path: Path) -> None:
-    assert report.link_table(tmp_path) == ""
-    rates = {"d2h_alone": 55e9, "d2h": 38e9, "h2d_alone": 55.5e9, "h2d": 37.94e9}
-    links = {**row("links", ""), "ranks": [{"rank": rank, **rates} for rank in range(2)]}
-    (tmp_path / "links.json").write_text(json.dumps(links))
-    text = report.page([], tmp_path)
-    assert "| 1 | 55.0 | 38.0 | 55.5 | 37.9 |" in text
-    assert "from commit `0123456789ab`" in text
-
-
-def test_the_longest_sequences_in_all_memory_and_in_parts() -> None:
-    first, _, second = report.search_tables(SEARCH)
-    assert "| offload(model) | 262,144 | 90.0 | 2,913 | 20 |" in first
-    assert "32,768" not in first
-    assert second.splitlines()[0] == "| memory | no offload | checkpointing, inputs offloaded | offload(model) |"
-    assert "| 24 GB | 0 | 0 | 32,768 |" in second
-
-
 def test_the_headline_says_most_with_what_is_recorded() -> None:
     assert report.headline([]) == "No results are recorded yet."
     found = report.headline(P8)
@@ -112,14 +58,6 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
     e4 = [row("E4", "none", 100), row("E4", "checkpoint", 120), row("E4", "budget", 150)]
     assert "Slower than checkpointing: Experts in a pipeline on four GPUs, 1.25 ×." in report.headline([*P8, *e4])
     assert "bits" not in report.headline([*P8, *BITS[:-1], row("bits", "budget", 100, same_bits="no")])
-
-
-def test_the_overview_takes_the_default_where_nothing_else_fits() -> None:
-    lines = report.overview(report.by_job([*P8, *L16, *SEARCH])).splitlines()[2:]
-    assert lines == [
-        "| Llama 8B LoRA, 16k | out of memory | 2000 ms, 43.0 GiB | 1500 ms, 70.0 GiB | 0.750 |",
-        "| 16 layers, 8k | 100 ms, 32.0 GiB | 125 ms, 20.0 GiB | 105 ms, 20.0 GiB | 0.840 |",
-    ]
 
 
 def test_recorded_jobs_are_taken_over_written_drawn_and_checked(tmp_path: Path) -> None:
@@ -187,3 +125,91 @@ def test_gpu_run_chooses_steps_stops_them_and_reads_outcomes(tmp_path: Path, cap
     assert found["counts"] == {"passed": 1, "failure": 1, "error": 0, "skipped": 1}
     gpu_run.write_test_outcomes(tmp_path, "pool")
     assert "--select pool" in (tmp_path / "gpu-tests.json").read_text()
+
+
+# Rows
+
+
+GIB = 2**30
+
+
+def sample(arm: str, seconds: list[float], number: int = 0, **more: Any) -> dict[str, Any]:
+    base = {"job": "P8", "series": "1", "arm": arm, "round": number, "status": "ok", "seconds": seconds}
+    base |= {"pass_seconds": seconds, "host_seconds": [s / 2 for s in seconds], "values": ["0x1p+0"]}
+    return {**base, "peak_bytes": 2 * GIB, "highest_bytes": 3 * GIB, **more}
+
+
+def test_times_are_medians_of_the_rounds_and_ratios_are_to_no_offload_of_the_same_round() -> None:
+    samples = [sample("none", [1.0, 1.1, 9.0]), sample("none2", [1.3, 1.3]), sample("budget", [2.4, 2.4])]
+    samples += [sample("none", [2.0], 1), sample("none2", [2.0], 1), sample("budget", [3.0], 1)]
+    none, again, budget = rows.summarize(samples)
+    assert (none["step_ms"], none["step_ms_low"], none["step_ms_high"]) == ("1550", "1100", "2000")
+    assert (budget["step_ms"], budget["rounds"], budget["host_forward_ms"]) == ("2700", "2", "1350")
+    assert (budget["ratio"], budget["ratio_low"], budget["ratio_high"]) == ("1.75", "1.5", "2")
+    assert float(none["ratio"]) + float(again["ratio"]) == pytest.approx(2.0)
+    assert (budget["peak_gib"], budget["highest_gib"], budget["passes"]) == ("2", "3", "")
+
+
+def test_the_spread_of_one_round_is_that_of_its_steps() -> None:
+    (row,) = rows.summarize([sample("offload", [3.0, 1.0, 2.0], passes=5, startup_seconds=1.5, kernel_seconds=0.25)])
+    assert (row["step_ms"], row["step_ms_low"], row["step_ms_high"], row["ratio"]) == ("2000", "1000", "3000", "")
+    assert (row["passes"], row["startup_s"], row["kernel_ms"]) == ("5", "1.5", "250")
+
+
+def test_predictions_and_budgets_have_their_units() -> None:
+    more = {"predicted_bytes": GIB, "predicted_seconds": 0.5, "budget_bytes": 4 * GIB}
+    (row,) = rows.summarize([sample("budget", [1.0], **more)])
+    assert (row["predicted_peak_gib"], row["predicted_pass_ms"], row["budget_gib"]) == ("1", "500", "4")
+
+
+def test_ranks_have_a_value_each() -> None:
+    ranks = [{"peak_bytes": GIB, "drop_bytes": GIB // 2}, {"peak_bytes": 2 * GIB}]
+    higher = [{**rank, "peak_bytes": rank["peak_bytes"] + GIB} for rank in ranks]
+    samples = [sample("qkv", [1.0], ranks=ranks), sample("qkv", [1.0], 1, ranks=higher), sample("none", [1.0])]
+    row, none = rows.summarize(samples)
+    assert (row["rank_peaks_gib"], row["rank_drops_gib"]) == ("2 3", "")
+    assert none["rank_peaks_gib"] == ""
+
+
+def test_bits_are_compared_with_no_offload_or_else_with_checkpointing() -> None:
+    samples = [sample("none", [1.0]), sample("budget", [1.0]), sample("budget", [1.0], 1, values=["0x1p+1"])]
+    assert [row["same_bits"] for row in rows.summarize(samples)] == ["yes", "no"]
+    failed = {"job": "L16", "series": "1", "arm": "none", "round": 0, "status": "out of memory", "note": "of the host"}
+    of_job = [failed, *({**s, "job": "L16"} for s in (sample("checkpoint", [1.0]), sample("offload", [1.0])))]
+    found = rows.summarize(of_job)
+    assert [(row["status"], row["same_bits"]) for row in found] == [("out of memory", ""), ("ok", "yes"), ("ok", "yes")]
+    assert (found[0]["note"], found[0]["step_ms"], found[1]["ratio"]) == ("of the host", "", "")
+
+
+def test_an_arm_that_was_begun_and_not_ended_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    for line in (sample("none", [1.0], series="0"), {**sample("none", [2.0]), "note": "a"}, sample("none2", [2.0])):
+        rows.append(path, line)
+    rows.append(path, {"job": "P8", "series": "1", "arm": "budget", "round": 0, "status": "begun"})
+    with path.open("a") as file:
+        file.write('{"job": "P8", "torn')
+    found = rows.summarize(rows.samples_of(path))
+    assert [(row["arm"], row["status"], row["step_ms"]) for row in found] == [
+        ("none", "ok", "2000"),  # the earlier run of the job is left out
+        ("none2", "ok", "2000"),
+        ("budget", "stopped", ""),
+    ]
+
+
+def test_an_arm_that_is_measured_again_replaces_its_rows(tmp_path: Path) -> None:
+    old = rows.summarize([sample("none", [1.0]), sample("budget", [1.0]), sample("none", [1.0], job="T1")])
+    old += rows.summarize([sample("offload", [1.0], job="context", tokens=1024, memory_gb=24.0)])
+    new = rows.summarize([sample("none", [2.0]), sample("offload", [1.0], job="context", tokens=2048)])
+    merged = rows.merge(old, new)
+    assert [(row["job"], row["arm"], row["step_ms"], row["tokens"], row["memory_gb"]) for row in merged] == [
+        ("P8", "budget", "1000", "", ""),
+        ("T1", "none", "1000", "", ""),
+        ("context", "offload", "1000", "1024", "24"),
+        ("P8", "none", "2000", "", ""),
+        ("context", "offload", "1000", "2048", ""),
+    ]
+    rows.write(tmp_path / "results.csv", merged)
+    assert rows.read(tmp_path / "results.csv") == merged
+    (tmp_path / "older.csv").write_text("job,arm\nP8,none\n")
+    assert rows.read(tmp_path / "older.csv")[0]["rank_peaks_gib"] == ""
+    assert rows.read(tmp_path / "none.csv") == []

@@ -232,20 +232,6 @@ def test_a_subclass_without_operators_of_its_own_is_offloaded(edited):
     assert same_bits(leaf.grad, want.grad * kept * 2.0)
 
 
-def test_a_retained_graph_reloads_the_parts_each_time():
-    things, seen = [Two(values(), Scaled.of(values()))], []
-    context, sync = make(1, 3)
-    leaf = torch.ones(N, N, requires_grad=True)
-    y = forward([lambda x: Uses.apply(x, seen, *things), torch.sin, torch.cos], leaf * 1.0, context, sync)
-    expected = structure(things.pop())
-    first, second = (torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0] for _ in range(2))
-    assert same_bits(first, second)
-    assert seen == [[expected]] * 2
-    assert context.statistics().bytes_reloaded == 2 * context.statistics().bytes_offloaded == 2 * (ONE + ONE // 4)
-    del y
-    nothing_held(context)
-
-
 def test_parts_that_find_no_host_memory_stay():
     two = Two(values(), values())
     with pytest.warns(actoffload.HostMemoryWarning):

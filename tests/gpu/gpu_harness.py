@@ -237,6 +237,20 @@ def steady() -> Iterator[None]:
 # Graphs
 
 
+def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Capture `run` in a CUDA graph after a warm-up on a side stream; return its results and the graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph
+
+
 class WholeStep:
     """Forward and backward in one CUDA graph.
 

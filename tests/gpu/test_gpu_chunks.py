@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_harness import gpu
+from gpu_harness import captured, gpu
 
 from actoffload import device as devices
 from actoffload.device.accelerator import Accelerator
@@ -63,14 +63,6 @@ def test_both_directions_change_no_bit(device: Accelerator, nbytes: int, dtype: 
     assert torch.equal(bits(back), bits(on_device))
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that replays some work from a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def copies(
     device: Accelerator, to_host: bool, tensors: tuple[torch.Tensor, torch.Tensor], stream: Any
 ) -> Callable[[], object]:
@@ -123,7 +115,7 @@ def test_a_small_copy_does_not_wait_for_all_large_ones(
     work()
     torch.cuda.synchronize()
     if graph:
-        work = captured(work)
+        work = captured(work)[1].replay
     found = [seconds_of_small_copies(work, to_host, nbytes) for _ in range(3)]
     print(f"to_host={to_host} {nbytes} bytes graph={graph}: waits and whole copies in seconds {found}")
     assert min(whole for _, whole in found) > 3 * SECONDS, "the large copy is too short to be waited for"

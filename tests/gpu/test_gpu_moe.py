@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from gpu_harness import CUDA, DEVICE, gpu
+from gpu_harness import CUDA, DEVICE, captured, gpu
 from helpers import no_synchronization, same_bits
 from moe_reference import poison
 from torch import Tensor, nn
@@ -120,17 +118,3 @@ def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
     everyone = [mlp(x, [TOKENS * (e == k) for k in range(EXPERTS)]) for e in range(EXPERTS)]
     dense = sum(probabilities[:, e, None].float() * y.float() for e, y in enumerate(everyone))
     assert torch.allclose(results[0].float(), dense, rtol=0, atol=0.02 * dense.abs().max().item())
-
-
-def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Any]:
-    """Capture `run` in a CUDA graph after a warm-up on a side stream; return its results and the graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return results, graph

@@ -18,18 +18,12 @@ from whole_model import (
     Wave,
     Waves,
     agrees,
-    data,
 )
 
 import actoffload
 from actoffload import HostMemoryWarning
 from actoffload.report import Reason
 from actoffload.schedule import Do
-
-
-def step(model, seed: int = 0) -> None:
-    model(data(seed)).sum().backward()
-
 
 # One call
 

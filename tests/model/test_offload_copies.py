@@ -76,10 +76,11 @@ def test_a_copy_of_a_part_and_a_part_in_another_model():
 # Threads
 
 
-def test_two_threads_run_their_own_forwards():
+@pytest.mark.parametrize("recompute", ["auto", True])
+def test_two_threads_run_their_own_forwards(recompute):
     model = Transformer(6)
     reference = copy.deepcopy(model)
-    handle = offload(model)
+    handle = offload(model, recompute=recompute)
     got = {}
     barrier = threading.Barrier(2)
 

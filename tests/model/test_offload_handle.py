@@ -49,16 +49,16 @@ def test_print_of_several_kinds_with_kept_modules():
     )
 
 
-def test_print_of_a_removed_or_paused_handle():
+def test_print_of_a_removed_or_paused_handle_and_of_one_that_offloads_nothing():
     handle = offload(Waves(6))
+    assert repr(handle) == "<OffloadHandle of Waves: 4 of 6 groups>"
     with handle.paused():
         assert str(handle).startswith("offload of Waves (paused): 4 of 6")
     assert str(handle).startswith("offload of Waves: 4 of 6")
     handle.remove()
     assert str(handle).startswith("offload of Waves (removed): 4 of 6")
-
-
-def test_print_without_offloaded_groups():
+    with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
+        handle.recording().__enter__()
     assert str(offload(Waves(6), num_layers=0)) == (
         "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
@@ -84,10 +84,6 @@ def test_a_module_that_runs_several_times_is_named_once():
         "    offloaded  layer",
         "    kept       layer",
     ]
-
-
-def test_repr():
-    assert repr(offload(Waves(6))) == "<OffloadHandle of Waves: 4 of 6 groups>"
 
 
 # Pausing and removing
@@ -225,11 +221,13 @@ def test_a_model_that_has_its_handle_is_copied_as_a_plain_one(way):
     assert model.handle.statistics().passes == 1 + (way is copy.copy)  # which shares the blocks
 
 
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "later"])
 @pytest.mark.parametrize("change", ["replace", "delete", "kept"])
-def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change):
+def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change, ran):
     model = Transformer(6)
-    handle = offload(model, layers="blocks", keep="blocks.4.mlp")
-    step(model)
+    handle = offload(model, layers="blocks" if ran else None, keep="blocks.4.mlp")
+    if ran:
+        step(model)
     if change == "replace":
         model.blocks[1] = copy.deepcopy(Transformer(6).blocks[1])
     elif change == "delete":
@@ -237,10 +235,10 @@ def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change):
     else:
         model.blocks[4].mlp = copy.deepcopy(model.blocks[0].mlp)
     reference = copy.deepcopy(model)
-    name = "blocks.4.mlp" if change == "kept" else "blocks.1"
+    name = "blocks.4.mlp" if change == "kept" else r"blocks\.1.*"
     with pytest.warns(UserWarning, match=f"module '{name}' has been replaced or deleted since offload") as caught:
         step(model)
-    assert caught[0].filename == __file__  # where the model was called
+    assert caught[0].filename == __file__, "where the model was called"
     step(model)
     for each in (model, reference):
         each.zero_grad()
@@ -250,29 +248,6 @@ def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change):
     handle.reset_statistics()
     step(model)
     assert handle.statistics().bytes_offloaded > 0
-
-
-def test_a_removed_handle_raises():
-    handle = offload(Waves(6))
-    handle.remove()
-    with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
-        handle.recording().__enter__()
-
-
-@pytest.mark.parametrize("change", ["replace", "delete"])
-def test_a_module_that_is_lost_before_the_first_forward(change):
-    model = Transformer(6)
-    offload(model)
-    if change == "replace":
-        model.blocks[1] = copy.deepcopy(Transformer(6).blocks[1])
-    else:
-        del model.blocks[1]
-    reference = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"module 'blocks.1.*' has been replaced or deleted since offload"):
-        step(model)
-    step(reference)
-    equal([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
-    step(model)
 
 
 def test_a_part_of_a_model_that_nothing_refers_to():

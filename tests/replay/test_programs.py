@@ -160,16 +160,6 @@ def test_autocast_inside_of_a_group(policy):
     check(lambda: Net(Cast), policy=policy)
 
 
-@all_ways
-def test_a_layer_that_is_called_several_times(policy, fraction):
-    class Shared(Net):
-        def __init__(self):
-            super().__init__(dropping)
-            self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1]] * 2)
-
-    check(Shared, policy=policy, fraction=fraction)
-
-
 class Containers(nn.Module):
     """Takes and returns nested containers, and changes the lists that it is given."""
 

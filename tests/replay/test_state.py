@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import in_threads
-from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, gradients, policies, train, ways
+from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, gradients, policies, train, ways
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from whole_model import equal, offload
 
 
 class Normed(nn.Module):
@@ -242,21 +240,3 @@ def test_functional_call(policy):
         return found
 
     check(Net, use, policy=policy)
-
-
-@policies
-def test_threads(policy):
-    """Two threads train two models, and one model in turns."""
-    torch.manual_seed(0)
-    models, wanted, got = [Net() for _ in range(3)], [], {}
-    for model in models:
-        wanted.append(train(model, 8))
-        offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
-
-    def work(k):
-        got[k] = train(models[k], 8)
-        clean()
-
-    in_threads(*(lambda k=k: work(k) for k in range(3)))
-    for k, want in enumerate(wanted):
-        equal(got[k], want)

@@ -9,7 +9,7 @@ import torch
 from helpers import forward, make, min_elements
 from torch import nn
 from virtual_time import PIECE, Timed, layer_of
-from whole_model import WIDTH, Wave, Waves, offload
+from whole_model import WIDTH, Caching, Waves, offload
 
 import actoffload
 from actoffload.context.context import OffloadContext
@@ -180,15 +180,6 @@ def test_a_context_compares_its_passes_too():
 
 
 # Gradient accumulation
-
-
-class Caching(Wave):
-    """A wave that keeps a tensor for itself."""
-
-    def forward(self, x):
-        h = x * self.scale
-        self.cache = [h]
-        return torch.sin(h)
 
 
 def test_the_searches_of_several_micro_batches_are_no_part_of_the_step(monkeypatch):

@@ -1,4 +1,4 @@
-"""Costs of layers and links, and costs measured from a timeline."""
+"""Costs of layers and links, costs measured from a timeline, and sums over a timeline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link, Saved
+from actoffload.schedule.timeline import Kind, Span, Timeline
 
 
 def test_even_pieces_are_saved_at_equal_distances_and_needed_the_other_way_round() -> None:
@@ -48,3 +49,36 @@ def test_batches_lose_no_tensor_and_start_no_earlier(nbytes: int) -> None:
     assert all(late >= each.saved_at for late, each in zip(times, cost.saved, strict=True))
     together = [sum(each.nbytes for each in batched.saved if each.saved_at == at) for at in sorted({*times})]
     assert all(size >= nbytes for size in together[:-1])
+
+
+# Sums over a timeline
+
+
+SPANS = (
+    Span(Kind.STALL, 0, 3.0, 4.0),
+    Span(Kind.D2H, 0, 2.0, 4.0, nbytes=7),
+    Span(Kind.FORWARD, 1, 2.0, 3.0),
+    Span(Kind.FORWARD, 0, 0.0, 2.0),
+    Span(Kind.H2D, 0, 5.0, 9.0, nbytes=5),
+)
+
+
+def test_spans_are_put_in_order_of_their_start() -> None:
+    timeline = Timeline.build(SPANS)
+    assert [(span.start, span.end) for span in timeline.spans] == [(0, 2), (2, 3), (2, 4), (3, 4), (5, 9)]
+
+
+def test_seconds_and_bytes_are_added_by_kind() -> None:
+    timeline = Timeline.build(SPANS, resident=[(1.0, 7), (2.0, 12), (4.0, 5)])
+    assert timeline.seconds(Kind.FORWARD) == 3.0
+    assert timeline.seconds(Kind.FORWARD, Kind.STALL) == 4.0
+    assert timeline.nbytes(Kind.D2H) == 7
+    assert timeline.nbytes(Kind.D2H, Kind.H2D) == 12
+    assert [span.kind for span in timeline.of(Kind.STALL, Kind.H2D)] == [Kind.STALL, Kind.H2D]
+    assert timeline.end == 9.0
+    assert timeline.peak_bytes == 12
+
+
+def test_nothing_recorded_is_zero() -> None:
+    empty = Timeline.build(())
+    assert (empty.end, empty.peak_bytes, empty.seconds(Kind.D2H), empty.nbytes(Kind.D2H)) == (0.0, 0, 0, 0)

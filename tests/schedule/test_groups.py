@@ -1,7 +1,8 @@
-"""Which groups of a sequence are offloaded, and the plan for them."""
+"""The schedules: which layers and groups of a sequence are offloaded and when, and the order in which groups run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
-from actoffload.schedule.plan import Do, Event, When
-from actoffload.schedule.schedules import GroupSchedule
+from actoffload.schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from actoffload.schedule.simulate import simulate
 
 sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)
@@ -118,3 +120,114 @@ def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
     assert result.peak_bytes <= most * size
     assert result.bytes_offloaded == result.bytes_reloaded == len(offloaded) * size
     assert result.reloaded_on_demand == 0
+
+
+# The default and the manual schedule
+
+
+SIZES = [(n, m) for m in range(1, 8) for n in range(m)]
+
+
+def offload(layer: int) -> Action:
+    return Action(Do.OFFLOAD, layer)
+
+
+def release(layer: int) -> Action:
+    return Action(Do.RELEASE, layer)
+
+
+def reload(layer: int) -> Action:
+    return Action(Do.RELOAD, layer)
+
+
+@pytest.mark.parametrize(("num_layers", "model_layers"), SIZES)
+def test_the_default_schedule_is_that_of_groups_of_one_kind(num_layers: int, model_layers: int) -> None:
+    schedule = DefaultSchedule(num_layers, model_layers)
+    assert schedule.plan() == GroupSchedule(num_layers).plan("a" * model_layers)
+    assert schedule.window == model_layers - num_layers
+    assert schedule.overlaps is not (0 < num_layers == model_layers - 1)  # one resident layer alone prevents it
+
+
+# Calls by hand
+
+
+def test_calls_become_actions_at_their_events_in_order() -> None:
+    schedule = (
+        ManualSchedule(model_layers=4)
+        .start_offload_layer(0, after_forward_of=0)
+        .release_activation_forward_gpu_memory(0, after_forward_of=1)
+        .start_offload_layer(1, after_forward_of=1)
+        .start_reload_layer(0, before_backward_of=2)
+    )
+    assert schedule.plan() == Plan(
+        4,
+        {
+            Event(When.FORWARD_END, 0): (offload(0),),
+            Event(When.FORWARD_END, 1): (release(0), offload(1)),
+            Event(When.BACKWARD_START, 2): (reload(0),),
+        },
+    )
+
+
+def test_a_call_does_not_change_its_schedule() -> None:
+    first = ManualSchedule(model_layers=2).start_offload_layer(0, after_forward_of=0)
+    first.release_activation_forward_gpu_memory(0, after_forward_of=1)
+    assert first.plan().find(Do.RELEASE, 0) is None
+
+
+def test_a_wrong_call_is_named() -> None:
+    """All sentences are those of `Plan`."""
+    schedule = ManualSchedule(2).start_offload_layer(0, after_forward_of=0)
+    sentence = "The plan would offload layer 0 twice in one pass; once is enough."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        schedule.start_offload_layer(0, after_forward_of=1).plan()
+
+
+# The order in which groups run
+
+
+orders = st.lists(st.sampled_from("abcd"), max_size=8)
+
+
+class Slow:
+    """What is expected as a list that is cut down as groups come."""
+
+    def __init__(self, expected: Sequence[str]) -> None:
+        self.started: list[str] = []
+        self.ahead = list(expected)
+
+    def start(self, key: str) -> bool:
+        self.started.append(key)
+        if key not in self.ahead:
+            return False
+        skipped = 0
+        while self.ahead.pop(0) != key:
+            skipped += 1
+        return skipped == 0
+
+
+@given(orders, orders)
+def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) -> None:
+    order, slow = ExecutionOrder(expected), Slow(expected)
+    for key in comes:
+        assert order.start(key) == slow.start(key)
+        assert order.started == slow.started
+        assert order.sequence == (*slow.started, *slow.ahead)
+        assert order.complete == (not slow.ahead)
+
+
+def test_sequences_of_the_same_kinds_have_the_same_roles():
+    plans = GroupPlans(GroupSchedule(), "aaaab")
+    first, second, other = (tuple(map(GroupKey, order)) for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 1, 2, 4)))
+    assert plans.roles(first) is plans.roles(second)
+    assert plans.roles(first).plan == GroupSchedule().plan("aaaa")
+    assert plans.roles(other).plan == GroupSchedule().plan("aaab")
+
+
+def test_the_order_of_the_last_pass_is_expected():
+    plans = GroupPlans(GroupSchedule(), "aaa")
+    assert plans.order == (GroupKey(0), GroupKey(1), GroupKey(2))
+    plans.learn([GroupKey(2), GroupKey(0)])
+    assert plans.order == (GroupKey(2), GroupKey(0))
+    plans.learn([])  # nothing ran
+    assert plans.order == (GroupKey(2), GroupKey(0))

@@ -1,16 +1,21 @@
-"""A plan refuses what cannot be carried out, and says so in one sentence."""
+"""Plans: what they refuse, their text, their files, and what they are for another sequence of groups."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from adversary.plans import plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from actoffload.schedule.execution_order import Roles
+from actoffload.schedule.execution_order import Roles, remap
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
@@ -38,15 +43,6 @@ def test_events_of_a_pass_come_forward_then_backward() -> None:
         Event(BACKWARD_START, 0),
         Event(BACKWARD_END, 0),
     ]
-
-
-def test_actions_are_found_by_event_and_event_by_action() -> None:
-    made = plan(3, (FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 1, Do.RELEASE, 0))
-    assert made.at(FORWARD_END, 1) == (Action(Do.RELEASE, 0),)
-    assert made.at(FORWARD_END, 0) == ()
-    assert made.find(Do.RELEASE, 0) == Event(FORWARD_END, 1)
-    assert made.find(Do.RELOAD, 0) is None
-    assert made.offloaded == (0,)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +107,6 @@ def test_bad_plans_are_refused_in_one_sentence(
         plan(model_layers, *steps)
 
 
-def test_a_layer_may_leave_and_come_back_at_one_event() -> None:
-    at = (FORWARD_START, 1)
-    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
-    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.RELEASE, Do.RELOAD))
-    assert made.find(Do.RELEASE, 0) == Event(*at)
-
-
 @pytest.mark.parametrize("number", range(1, 4))
 def test_the_rules_in_full(number: int) -> None:
     """Every way to offload, release and reload one layer: those of the rules are allowed."""
@@ -175,3 +164,220 @@ def test_layers_that_are_on_the_device_when_backward_begins():
     calls += [(at_end, Action(Do.RELEASE, 0)), (in_backward, Action(Do.RELEASE, 1))]
     calls += [(at_end, Action(Do.RELEASE, 2)), (at_end, Action(Do.RELOAD, 2)), (in_backward, Action(Do.RELOAD, 0))]
     assert Roles.of(Plan.of(5, calls)).freed_later == {1, 2, 3}  # released later, reloaded before, never released
+
+
+# Plans of models
+
+
+MIB = 2**20
+
+
+def example() -> Plan:
+    names = tuple(f"h.{k}.{part}" for k in range(3) for part in ("attention", "mlp"))
+    calls = []
+    for k in range(3):
+        calls += [
+            (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
+            (Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)),
+            (Event(When.BACKWARD_START, k + 2), Action(Do.RELOAD, k)),
+        ]
+    known = {"seconds": 0.2012, "baseline_seconds": 0.2, "peak_bytes": 10 * MIB, "because": "Why not."}
+    return Plan.of(6, calls, names=names, nbytes=(MIB, 3 * MIB) * 3, **known)
+
+
+def test_what_is_kept_and_offloaded():
+    plan = example()
+    assert plan.offloaded == (0, 1, 2)
+    assert (plan.offloaded_bytes, plan.kept_bytes) == (5 * MIB, 7 * MIB)
+
+
+def test_the_text_says_that_no_bytes_are_known():
+    unknown = replace(example(), nbytes=(0,) * 6)
+    assert str(unknown).endswith("Why not. No bytes are known: no pass so far saved a tensor that can be offloaded.")
+    assert str(example()).endswith("Why not.")
+
+
+def test_the_text_has_equal_groups_in_one_line():
+    assert [" ".join(line.split()) for line in str(example()).splitlines() if "---" not in line] == [
+        "group number kept offloaded",
+        "h.0.attention, h.1.attention 2 - 2.0 MiB",
+        "h.0.mlp 1 - 3.0 MiB",
+        "h.1.mlp, h.2.mlp 2 6.0 MiB -",
+        "h.2.attention 1 1.0 MiB -",
+        "6 7.0 MiB 5.0 MiB",
+        "",
+        "Expected: peak 10.0 MiB; pass 201.20 ms, 200.00 ms without offloading. Why not.",
+    ]
+    unknown = replace(example(), seconds=None, peak_bytes=None, because="")
+    assert "Expected" not in str(unknown)
+    assert unknown.expected == ""
+    assert example().expected == "peak 10.0 MiB; pass 201.20 ms, 200.00 ms without offloading"
+    assert replace(example(), peak_bytes=1536, seconds=None).expected == "peak 1.5 KiB"
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(1, 5))
+def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
+    plan = data.draw(plans(groups))
+    seconds = data.draw(st.one_of(st.none(), st.floats(0, 1e6)))
+    names = tuple(data.draw(st.text(max_size=3)) for _ in range(groups))
+    peak, holds = data.draw(st.one_of(st.none(), st.just(5))), data.draw(st.booleans())
+    saved = replace(plan, names=names, nbytes=tuple(range(groups)), seconds=seconds, peak_bytes=peak, holds=holds)
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    saved.save(path)
+    loaded = Plan.load(str(path))
+    assert loaded == saved
+
+
+def changed(**changes: object) -> str:
+    plan = {
+        "format": "actoffload plan",
+        "version": 1,
+        "model_layers": 2,
+        "names": ["a", "b"],
+        "steps": [],
+        "nbytes": [1, 2],
+    }
+    whole = {**plan, "seconds": 1.0, "baseline_seconds": None, "peak_bytes": 3, "because": ""}
+    again = {"recomputed_nbytes": [], "recompute_seconds": 0.0, "saves": [], "holds": False}
+    return json.dumps({**whole, **again, **changes})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        "[" * 100_000,
+        changed(version=2),
+        changed(format="else"),
+        changed(names=["a"]),
+        changed(names=[1, 2]),
+        changed(names=None),
+        changed(nbytes=[1, -2]),
+        changed(nbytes=[1, True]),
+        changed(seconds="1"),
+        changed(seconds=float("nan")),
+        changed(peak_bytes=1.5),
+        changed(because=None),
+        changed(steps=[["FORWARD_START", 0, "OFFLOAD", 5]]),
+        changed(steps=[["FORWARD_START", 0, "RELEASE", 0]]),
+        changed(steps=[["SOMETIME", 0, "OFFLOAD", 0]]),
+        changed(steps=[["FORWARD_START", 0]]),
+        changed(steps=[["FORWARD_START", "0", "OFFLOAD", 0]]),
+    ],
+)
+def test_a_file_that_is_no_plan_is_a_value_error(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"plan.json is no plan that this version of actoffload can read .*; write it"):
+        Plan.load(path)
+
+
+def test_bytes_that_are_no_text_and_missing_files(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ValueError, match="is no plan"):
+        Plan.load(tmp_path / "binary")
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "none.json")
+    (tmp_path / "right.json").write_text(changed())
+    assert Plan.load(tmp_path / "right.json").names == ("a", "b")
+
+
+def steps_of(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return the actions by the names of the groups."""
+    return [
+        (f"{event.when.name} {plan.names[event.layer]}", action.do.name, plan.names[action.layer])
+        for event in plan.events()
+        for action in plan.at(event.when, event.layer)
+    ]
+
+
+def test_the_next_event_takes_the_place_of_that_of_a_group_that_is_skipped():
+    plan = replace(example(), names=tuple("abcdef"), nbytes=(1, 2, 3, 4, 5, 6))
+    skipped = remap(plan, list("acdef"))
+    assert steps_of(skipped) == [
+        ("FORWARD_START a", "OFFLOAD", "a"),
+        ("FORWARD_START c", "RELEASE", "a"),  # instead of the end of b
+        ("FORWARD_START c", "OFFLOAD", "c"),
+        ("FORWARD_END d", "RELEASE", "c"),
+        ("BACKWARD_START e", "RELOAD", "c"),
+        ("BACKWARD_START c", "RELOAD", "a"),
+    ]
+    assert skipped.nbytes == (1, 3, 4, 5, 6)
+    assert (skipped.seconds, skipped.baseline_seconds, skipped.peak_bytes) == (None, None, None)
+
+
+def test_actions_move_behind_those_before_them():
+    calls = [
+        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
+    ]
+    plan = Plan.of(4, calls, names=tuple("abcd"), nbytes=(1, 2, 3, 4))
+    own = ("FORWARD_START a", "OFFLOAD", "a")
+    assert steps_of(remap(plan, list("bacd"))) == [
+        own,
+        ("FORWARD_END a", "RELEASE", "a"),  # the forward of b is over
+        ("BACKWARD_START c", "RELOAD", "a"),
+    ]
+    assert steps_of(remap(plan, list("cabd"))) == [
+        own,
+        ("FORWARD_END b", "RELEASE", "a"),
+        ("BACKWARD_START a", "RELOAD", "a"),  # that of c comes too late
+    ]
+
+
+def test_unknown_groups_and_the_last_one_are_kept():
+    plan = replace(example(), names=tuple("abcdef"), nbytes=(1, 2, 3, 4, 5, 6))
+    assert remap(plan, list("abcdef")) is plan
+    more = remap(plan, ["new", *"abcdef", "a"])
+    assert more.offloaded == (1, 2, 3)
+    assert more.nbytes == (0, 1, 2, 3, 4, 5, 6, 0)
+    assert remap(plan, ["a"]).offloaded == ()
+    assert remap(plan, ["b", "a"]).offloaded == ()
+
+
+def test_unknown_groups_may_be_offloaded_and_then_so_is_the_one_that_was_last():
+    plan = replace(DefaultSchedule(1, 2).plan(), names=tuple("ab"))
+    more = remap(plan, list("axby"), offload_others=True)
+    assert steps_of(more) == [
+        ("FORWARD_START a", "OFFLOAD", "a"),
+        ("FORWARD_START x", "OFFLOAD", "x"),
+        ("FORWARD_END x", "RELEASE", "x"),
+        ("FORWARD_START b", "RELEASE", "a"),
+        ("FORWARD_START b", "OFFLOAD", "b"),
+        ("FORWARD_END b", "RELEASE", "b"),
+        ("BACKWARD_END y", "RELOAD", "b"),
+        ("BACKWARD_END b", "RELOAD", "x"),
+        ("BACKWARD_END b", "RELOAD", "a"),
+    ]
+
+
+def test_each_call_of_a_group_has_its_own_place():
+    plan = replace(DefaultSchedule(1, 3).plan(), names=tuple("aab"), nbytes=(1, 2, 3))
+    assert remap(plan, ["a", "c", "a", "b"]).offloaded == (0,)
+    assert remap(plan, ["a", "c", "a", "b"]).nbytes == (1, 0, 2, 3)
+
+
+@given(st.data(), st.lists(st.sampled_from("abcd"), min_size=1, max_size=6))
+def test_every_sequence_has_a_valid_plan(data, names):
+    plan = data.draw(plans(len(names)))
+    others = data.draw(st.lists(st.sampled_from("abcdx"), min_size=1, max_size=8))
+    earlier = replace(plan, names=tuple(names), nbytes=tuple(range(1, len(names) + 1)))
+    moved = remap(earlier, others)  # an invalid plan is a ValueError
+    if tuple(others) != tuple(names):
+        assert set(moved.offloaded) <= set(remap(earlier, others, offload_others=True).offloaded)
+    assert moved.names == tuple(others)
+    if tuple(others) == tuple(names):
+        return
+    assert len(others) - 1 not in moved.offloaded
+    assert set(moved.offloaded) <= {k for k, nbytes in enumerate(moved.nbytes) if nbytes}
+    for k in moved.offloaded:
+        was = moved.nbytes[k] - 1
+        assert was in plan.offloaded
+        for do in (Do.RELEASE, Do.RELOAD):
+            assert (moved.find(do, k) is None) == (plan.find(do, was) is None)

@@ -39,40 +39,6 @@ ONE_OF_TWO = Plan.of(
 FAST = Link(1.0, 1.0)
 
 
-def test_three_of_five_stall_on_a_slow_link() -> None:
-    # An offload takes 15 s and a reload 30 s; forward takes 10 s, backward 20 s.
-    layers = [LayerCost.even(15, forward=10.0, backward=20.0, pieces=1)] * 5
-    result = simulate(DefaultSchedule(3, 5).plan(), layers, Link(d2h=1.0, h2d=0.5))
-
-    assert spans(result, Kind.D2H) == [(0, 10.0, 25.0), (1, 25.0, 40.0), (2, 40.0, 55.0)]
-    assert spans(result, Kind.H2D) == [(2, 85.0, 115.0), (1, 115.0, 145.0), (0, 145.0, 175.0)]
-    assert spans(result, Kind.STALL) == [
-        (0, 20.0, 25.0),
-        (1, 35.0, 40.0),
-        (2, 50.0, 55.0),
-        (2, 105.0, 115.0),
-        (1, 135.0, 145.0),
-        (0, 165.0, 175.0),
-    ]
-    assert spans(result, Kind.FORWARD) == [
-        (0, 0.0, 10.0),
-        (1, 10.0, 20.0),
-        (2, 25.0, 35.0),
-        (3, 40.0, 50.0),
-        (4, 55.0, 65.0),
-    ]
-    assert spans(result, Kind.BACKWARD) == [
-        (4, 65.0, 85.0),
-        (3, 85.0, 105.0),
-        (2, 115.0, 135.0),
-        (1, 145.0, 165.0),
-        (0, 175.0, 195.0),
-    ]
-    assert (result.forward_time, result.step_time, result.baseline) == (65.0, 195.0, 150.0)
-    assert (result.forward_stall, result.backward_stall, result.slowdown) == (15.0, 30.0, 1.3)
-    assert result.peak_bytes == 30
-
-
 def test_the_table_names_what_matters() -> None:
     layers = [LayerCost.even(15 * 2**20, forward=0.010, backward=0.020, pieces=1)] * 5
     link = Link(d2h=2**20 / 0.001, h2d=2**20 / 0.002)

@@ -36,6 +36,18 @@ class Wave(nn.Module):
         return torch.sin(x * self.scale)
 
 
+class Caching(Wave):
+    """A wave that keeps a tensor for itself."""
+
+    caches = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale
+        if self.caches:
+            self.cache = [h]
+        return torch.sin(h)
+
+
 class Waves(nn.Module):
     """Blocks of one type, and nothing else that saves anything."""
 
