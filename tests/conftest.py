@@ -1,7 +1,5 @@
 """Settings of all tests: one torch thread, and the same hypothesis examples on every run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -1,7 +1,5 @@
 """What `python -m actoffload` and ``python -m actoffload demo`` print."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Functions in several processes: errors with their traceback, and an end in time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 

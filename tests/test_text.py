@@ -1,7 +1,5 @@
 """Numbers with units, equal rows and names made short."""
 
-from __future__ import annotations
-
 import pytest
 
 from actoffload._text import fold, fold_names, numberless, size, size_or_dash

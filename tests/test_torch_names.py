@@ -1,7 +1,5 @@
 """Private names of PyTorch: without any one of them the package imports, and gradients keep every bit."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Wrong arguments of public functions: one clear sentence each, with the name of the argument and what is expected."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

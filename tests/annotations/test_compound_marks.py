@@ -1,7 +1,5 @@
 """A mark on a compound tensor or object applies to each of its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

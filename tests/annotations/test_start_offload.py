@@ -1,7 +1,5 @@
 """`start_offload`: the point at which a tensor is final, and views that are offloaded with their base."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import make, min_elements, nothing_held, same_bits

@@ -1,7 +1,5 @@
 """Each job in tiny sizes on the reference device, and arms that fail."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The job of experts in a pipeline on four ranks, in a tiny size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows of the results, and the page, the headline and the pictures that are made of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function: signature, return values, errors and warnings, a disabled context, and misuse (invariant 10)."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

@@ -1,7 +1,5 @@
 """The report of a context, layer by layer, and the warning about a `model_layers` that does not match what ran."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Several contexts at once, other ways to enter one, and outputs of any form."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import OrderedDict, namedtuple

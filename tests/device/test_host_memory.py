@@ -1,7 +1,5 @@
 """Host memory of the machine and of a container, its NUMA nodes, and how much of a device's memory plans use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The reference device by itself: copies are real, time is virtual."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Distributed tensors: their local parts leave, sharded parameters stay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 An in-place operation on a wrapper is counted on the wrapper, and not on its parts, so each check must know both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

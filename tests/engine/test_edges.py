@@ -1,7 +1,5 @@
 """Edges of identity, memory and streams: which saved tensor is which, what is freed when, who waits for whom."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The host pool by itself: buffers that never overlap, little waste, a limit, and fences."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

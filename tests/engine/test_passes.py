@@ -1,8 +1,5 @@
 """Passes: several in flight, several backwards through one, steps that are cut short, forwards without gradients."""
 
-from __future__ import annotations
-
-import itertools
 import threading
 from contextlib import nullcontext
 
@@ -51,24 +48,6 @@ def run(layers, context, sync, x=None, change=lambda y: y):
 # Passes
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_three_forwards_then_their_backwards_in_any_order(layers, order):
-    context, sync = make(3, 6)
-    losses = {k: forward(list(layers), data(k), context, sync).square().sum() for k in range(3)}
-    held = context.statistics().resident_bytes
-    for k in order:
-        check(layers, k, gradients(layers, losses.pop(k)))
-        now = context.statistics().resident_bytes
-        assert now < held
-        held = now
-    statistics = context.statistics()
-    assert statistics.passes == 3
-    assert statistics.reloaded_on_demand == 0
-    # The output of the last layer that leaves is the input of one that stays: copied, and never released.
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded - 3 * 64 * 64 * 4 > 0
-    nothing_held(context)
-
-
 CHANGES = {"scaled": lambda x: x * 1.5, "cut off": lambda x: x.detach().requires_grad_(), "sine": torch.sin}
 
 
@@ -111,22 +90,6 @@ def test_a_loss_between_the_layers_with_its_own_backward(layers):
         return [p.grad.clone() for p in layers.parameters()]
 
     assert all(map(same_bits, train(lambda layers, x: forward(layers, x, context, sync)), train(plain)))
-
-
-def test_manual_names_an_earlier_pass(layers):
-    context, sync, controller = make_manual(6)
-    first_loss = forward(list(layers), data(0), context, sync).square().sum()
-    first = context.current_pass
-    second_loss = forward(list(layers), data(1), context, sync).square().sum()
-    assert context.current_pass is not first
-    for call in ("start_offload_layer", "release_activation_forward_gpu_memory", "start_reload_layer"):
-        getattr(controller, call)(0, in_pass=first)
-    with pytest.raises(RuntimeError, match="has its activations on the device"):
-        controller.release_activation_forward_gpu_memory(0)
-    assert context.statistics().reloaded_ahead > 0
-    check(layers, 1, gradients(layers, second_loss))
-    check(layers, 0, gradients(layers, first_loss))
-    assert context.statistics().reloaded_on_demand == 0
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,7 +1,5 @@
 """What is saved again under another name, and storages that one tensor fills in another order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import Saves, forward, make, nothing_held

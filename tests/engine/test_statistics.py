@@ -1,7 +1,5 @@
 """Every number of the statistics, in cases that can be counted by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariant 9: two threads, with a context each and with one context for both; and signals that raise."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

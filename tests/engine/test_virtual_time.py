@@ -3,8 +3,6 @@
 All times are multiples of a power of two, so that sums and quotients are exact and `==` is meant.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from adversary.plans import plans

@@ -1,7 +1,5 @@
 """Invariant 6: weights stay, under whatever name autograd sees them, and are found where a model changes."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable

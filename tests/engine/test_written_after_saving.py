@@ -1,7 +1,5 @@
 """Operators that write to a tensor after autograd has saved it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import nothing_held

@@ -1,7 +1,5 @@
 """Fixtures of the GPU tests: deterministic kernels, and an idle device after each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import helpers

@@ -1,7 +1,5 @@
 """Models, steps and comparisons of the tests on a GPU."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Copies in chunks on a GPU: no bit changes, and small copies of other streams do not wait for large ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CUDA graphs: forward and backward are captured together with the copies."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m actoffload` on a GPU, and pinned memory under a limit for locked memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

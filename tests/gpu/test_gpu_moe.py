@@ -1,7 +1,5 @@
 """Grouped experts on a GPU: in a graph, without any tokens, and in a layer that never synchronizes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`actoffload.offload` on a GPU: equal bits, a peak that follows the plan, streams, and no synchronization."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from contextlib import nullcontext

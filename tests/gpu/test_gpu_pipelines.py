@@ -1,7 +1,5 @@
 """Pipelines of two and four GPUs: gradients with the bits of a run without offload, and equal peaks in all steps."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial

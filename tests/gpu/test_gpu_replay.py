@@ -1,7 +1,5 @@
 """Replay on a GPU of what only a GPU has: its compiler and kernels, budgets, and the peak of a block in backward."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """On CUDA, the lines that synchronize are named, in forward and backward, and the lines that the guide gives do not."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Offload beside back ends of scaled_dot_product_attention, masks, dropout, jagged sequences, and Llama layers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

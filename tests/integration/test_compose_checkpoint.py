@@ -1,7 +1,5 @@
 """Offload beside checkpointing: the inputs of checkpointed regions are offloaded, and recomputation is not followed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Offload beside torch.compile: of each layer, of the whole model, before and after; compiled once."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from functools import partial

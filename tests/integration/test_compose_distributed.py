@@ -1,7 +1,5 @@
 """Offload beside DistributedDataParallel, fully_shard and tensor parallelism, in two processes and in one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Offload beside hooks of others on the same modules, before and after, and hooks that go while they run."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inside of a trace an offloaded model is the plain one: nothing is followed, and nothing is warned about."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

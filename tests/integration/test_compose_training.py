@@ -1,7 +1,5 @@
 """Offload in training loops: mixed precision, accumulation, optimizers, several backwards, and several at once."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

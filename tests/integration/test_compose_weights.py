@@ -1,7 +1,5 @@
 """Offload beside what people do with weights: frozen, low-rank, tied, computed, replaced for one call."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -68,25 +66,13 @@ def test_lora_on_frozen_weights(around):
 def test_what_a_frozen_layer_does_not_save_is_not_offloaded():
     """A frozen linear needs its weight for backward and not its input: there is less to offload, and no more copied."""
 
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def make(learns: bool) -> Net:
+        model = Net(partial(nn.Linear, WIDTH, WIDTH))
+        model.blocks.requires_grad_(learns)
+        return model
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)
-
-    def program(frozen: bool):
-        def run(offload: Offload) -> list[Tensor]:
-            model = Net(Plain)
-            model.blocks.requires_grad_(not frozen)
-            offload(model)
-            return train(model)
-
-        return run
-
-    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
-    assert both(program(frozen=True), offloads=False).statistics().bytes_offloaded == 0
+    assert both(training(partial(make, True))).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
+    assert both(training(partial(make, False)), offloads=False).statistics().bytes_offloaded == 0
 
 
 @pytest.mark.parametrize("how", ["frozen weights", "no_grad"])

@@ -3,14 +3,11 @@
 All in one file, because importing the frameworks takes longer than the tests, and the tests of a file share a process.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect
 import pickle
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +114,6 @@ def fit_with_lightning(net: Net, folder: Path, callbacks: list[Any]) -> None:
     trainer.fit(Module(), torch.utils.data.DataLoader(ROWS, batch_size=2))
 
 
-Train = Callable[[Net, Path, list[Any]], None]
 FRAMEWORKS = [
     pytest.param(train_with_hugging_face, OffloadCallback, id="Trainer"),
     pytest.param(fit_with_lightning, LightningOffloadCallback, id="Lightning"),

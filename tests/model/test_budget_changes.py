@@ -1,7 +1,5 @@
 """Memory budgets where passes differ from those before: inputs, optimizer states, gradients, host memory."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Groups from measurement: candidates, the call tree and the choice."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The groups of models without arguments cover nearly all that a forward saves, and are recomputed bit by bit."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import Counter

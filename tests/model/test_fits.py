@@ -1,7 +1,5 @@
 """The largest inputs that would train: as promised from the costs of other inputs, and as trained then."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """What `offload` adds to the modules that it follows, its removal, and the forwards of these modules."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 

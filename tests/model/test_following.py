@@ -1,7 +1,5 @@
 """Modules are followed by their instance, so that what programs do with classes and forwards comes out as without."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Plans that are given back: to the model that they are of, in the same or in other wrappers."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The costs that are measured in the first steps: rates of copies, times of the host, memory."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

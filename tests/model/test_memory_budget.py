@@ -1,7 +1,5 @@
 """A memory budget on a device with virtual times: kept in every pass, used, refused where it is none."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Messages between ranks are plain data: what they say is exact, and reading one runs nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The call `actoffload.offload`: what is chosen, what is offloaded, and what its arguments mean."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

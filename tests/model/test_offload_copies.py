@@ -1,7 +1,5 @@
 """Copies of a model under `offload`, several threads that run one, and weights that are swapped."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

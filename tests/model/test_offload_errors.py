@@ -1,7 +1,5 @@
 """What `actoffload.offload` refuses, and how it says so."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

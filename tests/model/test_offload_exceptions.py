@@ -1,7 +1,5 @@
 """Exceptions, interrupts and devices that fail: nothing stays installed or held, and the next step works."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

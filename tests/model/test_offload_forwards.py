@@ -1,7 +1,5 @@
 """Forwards inside of forwards, without a graph, with shapes that change, and of an encoder beside a decoder."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The handle: what it shows, how offloading is paused and ended, and handles that are lost, copied or outlived."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import ExitStack

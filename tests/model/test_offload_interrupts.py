@@ -1,7 +1,5 @@
 """An interrupt at every bytecode: when the program has control again, nothing is installed, and the next step works."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

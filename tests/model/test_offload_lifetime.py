@@ -1,7 +1,5 @@
 """What an offloaded model holds and for how long, also while it is measured: graphs, hooks, threads, captures."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

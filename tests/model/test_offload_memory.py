@@ -1,7 +1,5 @@
 """Memory under `offload`, to the byte: what is shared, copied, and kept inside of other modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The order of the groups is learned from the model, or a loop over its blocks, as it runs, and may change."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

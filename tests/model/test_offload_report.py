@@ -1,7 +1,5 @@
 """`handle.report()`, `handle.timeline()` and `handle.recording()` end to end: against counts by hand and statistics."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 
@@ -112,16 +110,6 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     assert "Wasted copies: 2.0 KiB were offloaded" in str(report)
 
 
-def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
-    monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
-    with pytest.warns(actoffload.HostMemoryWarning):
-        _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
-    assert report.kept[Reason.SHARED] == (1, UNIT)
-    assert report.totals.bytes_offloaded > 0
-    assert report.totals.bytes_wasted == 0
-
-
 def test_a_layer_that_is_called_often_is_one_line():
     class Albert(nn.Module):
         def __init__(self):
@@ -172,6 +160,11 @@ def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):
     assert missing == report.kept[Reason.HOST_FULL][1] == 8 * UNIT - report.totals.bytes_offloaded > 0
     assert report.r == report.totals.bytes_offloaded / (8 * UNIT)
     assert f"raise max_host_bytes, if it is set, to at least {4 * UNIT + 2**21} " in said(report)
+    with pytest.warns(actoffload.HostMemoryWarning):
+        _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
+    assert report.kept[Reason.SHARED] == (1, UNIT)
+    assert report.totals.bytes_offloaded > 0
+    assert report.totals.bytes_wasted == 0, "what the host refused was not copied in vain"
 
 
 # When
@@ -188,11 +181,6 @@ def test_before_anything_has_run():
         model(data())
     with pytest.raises(RuntimeError, match=r"nothing to report yet: .*; under torch\.no_grad nothing is saved\."):
         handle.report()
-
-
-def test_a_model_that_could_never_be_followed_says_why_it_has_no_report():
-    model = Waves(6)
-    handle = offload(model)
     with pytest.warns(UserWarning, match="save_on_cpu"), torch.autograd.graph.save_on_cpu():
         model(data()).sum().backward()
     with pytest.raises(RuntimeError, match=r"nothing to report yet: .* Nothing is offloaded in a forward under saved"):
@@ -331,11 +319,6 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     with handle.recording():
         model(data()).sum().backward()
     assert [(held.group, held.holders) for held in handle.report().held] == [("blocks.0", (given,))]
-    x = data()
-    with handle.recording():
-        model(x).sum().backward()
-    ((holder,),) = [held.holders for held in handle.report().held]
-    assert (holder.kind, holder.paths) == ("local variable", ("x",))
 
 
 @pytest.mark.parametrize(("count", "said_so", "record"), [(4, True, False), (4, True, True), (12, False, False)])

@@ -1,7 +1,5 @@
 """The note on an out-of-memory error: what holds the memory, and what would help."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 

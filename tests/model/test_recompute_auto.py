@@ -1,7 +1,5 @@
 """What is recomputed where memory is not enough, in virtual time."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

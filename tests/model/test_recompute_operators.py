@@ -1,7 +1,5 @@
 """Which outputs of operators are saved is chosen from their measured times, in virtual time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Reports of models whose plan was measured or given: rows of groups as they run now, what is recomputed, and `R`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

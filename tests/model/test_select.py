@@ -1,7 +1,5 @@
 """What `layers` and `keep` mean, also through wrappers, which kinds they give, and which blocks are found."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, OrderedDict
 

@@ -1,7 +1,5 @@
 """The measured default in virtual time: which passes measure, what is chosen, what it costs, and what is said."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The measured default with little memory, which no pass exceeds, and where costs or memory change."""
 
-from __future__ import annotations
-
 import logging
 import random
 from functools import cache

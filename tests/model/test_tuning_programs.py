@@ -1,7 +1,5 @@
 """The measured default in each stage: other orders of forwards and backwards, failures, calls of the handle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

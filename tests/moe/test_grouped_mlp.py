@@ -1,7 +1,5 @@
 """The grouped MLP: values, gradients, which products are used, and errors."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

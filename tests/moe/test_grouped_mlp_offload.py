@@ -1,7 +1,5 @@
 """Exactly what the grouped MLP offloads, when, and what it keeps."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """indices_to_multihot: the bits of indexing with a mask, without a mask."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

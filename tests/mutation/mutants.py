@@ -16,8 +16,6 @@ tag                     what the mutant does
 ======================  ===========================================================================================
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

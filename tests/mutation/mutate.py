@@ -7,8 +7,6 @@ Exits with 1 if the tests pass on a broken source.
 the first one that fails there.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

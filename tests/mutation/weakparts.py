@@ -1,7 +1,5 @@
 """Host memory that is not kept: what a mutant holds in place of the parts of a buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, overload
 

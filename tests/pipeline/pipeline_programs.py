@@ -1,7 +1,5 @@
 """Pipelines of small blocks, trained without offload and with, in any number of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

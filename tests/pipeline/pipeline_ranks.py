@@ -1,7 +1,5 @@
 """One rank of a pipeline: runs cases and returns what it saw."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Arguments of a schedule: what they choose, and those that are wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which plans are tried after others, from what all ranks know: no rank stays above its limit."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import replace
 

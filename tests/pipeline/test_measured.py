@@ -1,7 +1,5 @@
 """A device whose virtual times count: costs are measured, and a step with the plan takes as long as it says."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The peak of device memory of a rank: as predicted, within a budget, and no slower than checkpointing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

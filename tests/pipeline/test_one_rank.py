@@ -1,7 +1,5 @@
 """All schedules with one rank, which has two stages where the schedule takes several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

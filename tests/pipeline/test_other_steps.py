@@ -1,7 +1,5 @@
 """Steps, orders and stages that are not like those before, and exceptions in a microbatch."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

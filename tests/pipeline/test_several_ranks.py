@@ -1,7 +1,5 @@
 """All schedules in two and in four processes; ranks that disagree end with the same sentence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

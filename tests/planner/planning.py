@@ -1,7 +1,5 @@
 """Costs of whole steps: drawn ones with gaps, other memory and temporaries, and groups that may be recomputed."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any

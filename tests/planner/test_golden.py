@@ -3,8 +3,6 @@
 ``python tests/planner/test_golden.py`` records them anew.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

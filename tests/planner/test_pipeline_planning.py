@@ -1,7 +1,5 @@
 """Plans of pipelines: what the planner says equals what the simulation gives, and keeps what it promises."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

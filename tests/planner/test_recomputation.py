@@ -1,7 +1,5 @@
 """Plans in which groups are recomputed, and the ways to run a group: within the limit, near the best, fast to find."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The chosen plan: within its limit, never slower with more memory, about the best of all; and where it puts copies."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product

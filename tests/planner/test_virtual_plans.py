@@ -1,7 +1,5 @@
 """Planner, `simulate` and the engine on the reference device agree to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Edits between forward and backward are autograd's error, and what no key sees is an error in the next forward."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

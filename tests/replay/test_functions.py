@@ -1,7 +1,5 @@
 """Each `torch.autograd.Function` is one operator: its forward is called again, if it is proven to be pure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

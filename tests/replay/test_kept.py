@@ -1,7 +1,5 @@
 """What is never replayed stays: replay of it would be wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

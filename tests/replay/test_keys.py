@@ -1,7 +1,5 @@
 """Calls that do something else have another program, or are traced each time: right bits, and no error."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

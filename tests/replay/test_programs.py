@@ -1,7 +1,5 @@
 """Programs of all kinds have the bits of the program without offload, with replay and offloaded besides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What is dropped is freed, calls end with their graphs, and a forward that fails leaves nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import weakref

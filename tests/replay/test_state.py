@@ -1,7 +1,5 @@
 """A module runs once: counters, running statistics and hooks see one forward; other libraries' hooks see all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Saved tensors come back as the views that they were, of values that are made once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A report whose numbers can be added up by hand, and a reader of its tables."""
 
-from __future__ import annotations
-
 import re
 
 import torch

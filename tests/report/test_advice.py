@@ -1,7 +1,5 @@
 """What a report advises: the right sentence for what is wrong, with its numbers, and none where nothing is."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Advice is true and leads somewhere: its arguments are passed to `offload`, until there is nothing to do."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The report as data and text: every number in its place, and every sum from one place."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

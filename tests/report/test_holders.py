@@ -1,7 +1,5 @@
 """Holders of a storage: every place from which Python can refer to a tensor, named in one line."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inputs and outputs that a call refers to are named by their path, with what to do about it."""
 
-from __future__ import annotations
-
 import gc
 import types
 

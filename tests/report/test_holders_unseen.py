@@ -1,7 +1,5 @@
 """Storages without a holder, and a search that changes nothing in what it looks at."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

@@ -1,7 +1,5 @@
 """NVTX ranges: each that begins is ended, and nothing at all without NVTX."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What the pictures show, asked of matplotlib's own objects."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

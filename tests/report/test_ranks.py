@@ -1,7 +1,5 @@
 """The reports of many ranks in one table, gathered by real processes and alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,6 @@ from actoffload import gather_reports
 from actoffload.device import ReferenceDevice, use
 from actoffload.report import GroupReport, RankReports, Report
 
-WORLD = 2
 FOURS = (report(),) * 4
 
 
@@ -115,10 +112,6 @@ class Stage(nn.Module):
         for layer in self.layers.values():
             x = layer(x)
         return x
-
-
-SAVED = 2 * 1024 * 512 * 4
-"""Bytes that a layer saves for 1024 rows: what goes into the linear layer, and what comes out."""
 
 
 def of_step(names: range, **options: Any) -> Report:

@@ -1,7 +1,5 @@
 """Reports of several passes: before one backward, in virtual seconds; after a smaller batch; with microbatches."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A recorded step with names: compute and stalls of each layer."""
 
-from __future__ import annotations
-
 import pytest
 
 from actoffload.report import StepTimeline

@@ -1,7 +1,5 @@
 """What `find_synchronizations` makes of the warnings of torch, and what it restores; the warnings are imitated."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable

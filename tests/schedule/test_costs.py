@@ -1,7 +1,5 @@
 """Costs of layers and links, costs measured from a timeline, and sums over a timeline."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The schedules: which layers and groups of a sequence are offloaded and when, and the order in which groups run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from fractions import Fraction

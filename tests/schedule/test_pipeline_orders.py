@@ -1,7 +1,5 @@
 """The orders are those that PyTorch executes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of pipeline ranks as data: their moments, their text and their files."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

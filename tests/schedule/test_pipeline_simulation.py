@@ -1,7 +1,5 @@
 """Simulated pipelines: small ones worked out by hand, what holds for all, and the time that it takes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any
@@ -60,24 +58,6 @@ def offloading(release: Moment, reload: Moment, microbatch: int = 0) -> Pipeline
     return PipelinePlan(0, order, {0: ("group",)}, {Chunk(0, microbatch, 0): Transfer(release, reload)})
 
 
-def test_copies_by_hand() -> None:
-    # Saved at 1, copied out from 1 to 2; freed at the end of F1 at 2; back from 2 to 3.
-    (rank,) = simulate_pipeline(gpipe(1, 2), [STAGE], Link(100, 100), [offloading(Moment(1, 1), Moment(1, 1))]).ranks
-    assert (rank.stall_seconds, rank.end) == (1.0, 7.0)  # backward of microbatch 0 comes next, and waits
-    assert rank.peak_bytes == 200
-    assert [(s.kind, s.start, s.end) for s in rank.timeline.of(Kind.D2H, Kind.H2D, Kind.STALL)] == [
-        (Kind.D2H, 1.0, 2.0),
-        (Kind.H2D, 2.0, 3.0),
-        (Kind.STALL, 2.0, 3.0),
-    ]
-    # Microbatch 1 is saved at 2, copied by 3, freed at the end of B0 at 4, where backward needs it: back at 5.
-    (late,) = simulate_pipeline(
-        gpipe(1, 2), [STAGE], Link(100, 100), [offloading(Moment(2, 1), Moment(3, 0), microbatch=1)]
-    ).ranks
-    assert (late.stall_seconds, late.end, late.bytes_offloaded, late.bytes_reloaded) == (1.0, 7.0, 100, 100)
-    assert late.timeline.resident[-4:] == ((4.0, 100), (4.0, 0), (4.0, 100), (7.0, 0))
-
-
 def test_split_backward_by_hand() -> None:
     order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
     cost = LayerCost(1.0, 4.0, (Saved(60, 0.5, 0.5), Saved(40)))
@@ -111,26 +91,6 @@ def test_what_is_recomputed_for_the_weights_stays_until_then() -> None:
     plan = PipelinePlan(0, order, {0: ("group",)}, transfers, {0: True})
     (moved,) = simulate_pipeline([order], [again], Link(100, 100), [plan]).ranks
     assert moved.device_peak_bytes == 60 + 100 + 60
-
-
-def test_full_backward_of_a_stage_that_can_split() -> None:
-    """A tensor that is needed at a half of its backward is needed later in a full one than in one of the inputs."""
-    stage = StageCost((LayerCost(1.0, 4.0, (Saved(100, 1.0, 0.5),)),), (SplitCost(2.0, 2.0, 60),))
-    for order, stalled in ((["0F0", "0F1", "0B0", "0B1"], 0.0), (["0F0", "0F1", "0I0", "0B1", "0W0"], 1.0)):
-        steps = read_order(order)
-        transfers = {Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0))}
-        plan = PipelinePlan(0, steps, {0: ("group",)}, transfers, {0: True})
-        (rank,) = simulate_pipeline([steps], [stage], Link(100, 50), [plan]).ranks
-        assert rank.stall_seconds == stalled  # copied back in 2 seconds from its start on
-
-
-def test_first_stage_without_split_runs_all_in_its_weight_backward() -> None:
-    order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
-    transfers = {Chunk(0, 1, 0): Transfer(Moment(2, 1), Moment(4, 0))}
-    plan = PipelinePlan(0, order, {0: ("group",)}, transfers)
-    (rank,) = simulate_pipeline([order], [STAGE], Link(100, 100), [plan]).ranks
-    assert rank.starts == (0.0, 1.0, 2.0, 3.0, 3.0, 5.0)  # at the release compute waits for the copy
-    assert (rank.stall_seconds, rank.peak_bytes) == (1.0, 200)
 
 
 @given(st.data())

@@ -1,7 +1,5 @@
 """Steps worked out on paper: stalls, gaps, the host, a shared link, other memory, and the table of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

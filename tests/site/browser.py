@@ -6,8 +6,6 @@ enough to read; no number separated from its unit in a table; nothing that scrol
 in boxes of their own; downloads that exist; copy buttons that have an accessible name and copy.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

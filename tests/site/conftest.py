@@ -1,7 +1,5 @@
 """A small project with one gallery, laid out like this one and built in the process of the test."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A memory column for tests, in a module of its own so that Sphinx can pickle it with its configuration."""
 
-from __future__ import annotations
-
 from recordings import DeviceMemory
 
 PEAK_MB = 1234.0

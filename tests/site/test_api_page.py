@@ -1,7 +1,5 @@
 """The API reference has every public name exactly once, under the package that exports it, and no other name."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 ACTOFFLOAD_SCREENSHOTS names a folder for pictures of each page at each width, in light and in dark.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every page has claims in the list of them, and what the list names exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

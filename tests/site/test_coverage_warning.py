@@ -1,7 +1,5 @@
 """The guide on modules: when a warning says that groups cover little, and when only the advice of the report does."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures that are drawn during the build of the site, and their directive."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The memory column and the order of the gallery, and the alternatives of its figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Links of names to other manuals, and the checks of the built site."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Code of pages: doctests lie where they are collected; imports of plain blocks, which no doctest runs, resolve."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Pages as they are built: recorded runs, examples that changed since and are executed, and a figure."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

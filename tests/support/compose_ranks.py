@@ -1,7 +1,5 @@
 """One rank of a program of several: runs cases without offload and with, and returns what it saw."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext

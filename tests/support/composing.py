@@ -1,7 +1,5 @@
 """What the tests of composition share: a model of blocks, and programs that run with and without offload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of common designs, small, with forwards that are those of the originals in what they save."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

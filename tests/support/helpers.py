@@ -1,7 +1,5 @@
 """What the tests of the core share: running layers with and without offload, and comparing bit by bit."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """An interrupt before the n-th bytecode of the package's code."""
 
-from __future__ import annotations
-
 import dis
 import sys
 import types

@@ -1,7 +1,5 @@
 """The grouped MLP in operations that autograd knows, and operands for both."""
 
-from __future__ import annotations
-
 import helpers
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Random pipelines for property tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hypothesis import strategies as st

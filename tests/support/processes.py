@@ -4,8 +4,6 @@ Ranks use NCCL with a GPU each, or gloo on the CPU.  If a rank fails or time is 
 may wait for it forever.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

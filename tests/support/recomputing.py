@@ -1,7 +1,5 @@
 """What the tests of replay share: programs that run without offload and with, and the memory that forwards leave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the modules of a model save in one forward, measured with public hooks and nothing of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any

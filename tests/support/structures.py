@@ -1,7 +1,5 @@
 """Structures that real models have, built of plain PyTorch, each with the blocks that it is to be found to have."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,7 +1,5 @@
 """A reference device whose virtual times count, for tests of what is measured and decided from times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

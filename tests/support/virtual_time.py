@@ -1,7 +1,5 @@
 """Programs that take a given time and save given bytes, run on the reference device and simulated."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch import nn

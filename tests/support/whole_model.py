@@ -1,7 +1,5 @@
 """What the tests of `actoffload.offload` share: models whose saved bytes are known, and comparing bit by bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

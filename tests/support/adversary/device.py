@@ -1,7 +1,5 @@
 """The adversarial device: CPU tensors, and copies that run late, early or in random order, as the waits allow."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

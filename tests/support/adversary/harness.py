@@ -1,7 +1,5 @@
 """Run a program with offloading on the adversarial device and without, and compare."""
 
-from __future__ import annotations
-
 import gc
 import random
 import warnings

@@ -1,7 +1,5 @@
 """A context whose layers are called one at a time, for tests of a single wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

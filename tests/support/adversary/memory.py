@@ -1,7 +1,5 @@
 """Accesses to each range of memory, and the ones that were not ordered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Small layers that save tensors in every way: shared, sliced, viewed, and on several streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

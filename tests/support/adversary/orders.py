@@ -1,7 +1,5 @@
 """The order of pending copies: late, early, or random, as the waits allow."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Literal

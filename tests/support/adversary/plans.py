@@ -1,7 +1,5 @@
 """Strategies for plans: any legal plan, and plans of a `GroupSchedule`."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from actoffload.schedule.plan import Action, Do, Event, Plan, When

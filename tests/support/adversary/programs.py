@@ -1,7 +1,5 @@
 """Training programs as data: layers, schedule, and the steps of each pass in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
