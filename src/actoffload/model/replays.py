@@ -128,6 +128,7 @@ class _Kind:
 class _Group(NamedTuple):
     """What is known of the calls of one group."""
 
+    name: str  # for errors
     kinds: OrderedDict[Hashable, _Kind]
     states: list[_Attributes]
 
@@ -198,7 +199,10 @@ class Replays:
         if obstacle:
             self._refused[group] = obstacle
             return None
-        known = self._groups.setdefault(group, _Group(OrderedDict(), []))
+        known = self._groups.get(group)
+        if known is None:
+            name = f"'{group_name(followed.name)}' ({type(module).__name__})"
+            known = self._groups[group] = _Group(name, OrderedDict(), [])
         attributes = next((state for state in known.states if state.holds), None)
         if attributes is None:
             attributes = _Attributes(module)
@@ -218,9 +222,8 @@ class Replays:
             kind = known.kinds[key] = _Kind(attributes)
             if len(known.kinds) > KINDS:
                 known.kinds.popitem(last=False)
-        else:
+        elif len(known.kinds) > 1:
             known.kinds.move_to_end(key)
-        name = f"'{group_name(followed.name)}' ({type(module).__name__})"
         program = kind.programs.get(policy)
         if program is None and kind.trace is not None:
             program = kind.programs[policy] = Program(kind.trace, policy, self._min_bytes(), kind.banned)
@@ -241,7 +244,7 @@ class Replays:
             tensors,
             packer,
             self.alarm,
-            name,
+            known.name,
             proves=proves,
             compares_all=compares_all,
             timed=timed,

@@ -10,7 +10,7 @@ autograd alone refers to the slots: sources, and what was made again, live as lo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..engine.hooks import Packer
 from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import Expected, Program
-from .proof import Alarm, Sample, Times, below_everything, prove, rise
+from .proof import Alarm, Sample, Times, below_modes, prove, rise
 from .remake import Remake, Slot
 from .trace import UNKNOWN, leaves
 from .tracer import Tracer
@@ -79,8 +79,10 @@ class Call:
         self.tracer = found if isinstance(found, Tracer) else None
         self._proves = proves or self.tracer is not None
         self._inputs = inputs
+        self._drops_at: Mapping[int, Sequence[int]] = {}  # a proof drops what it has compared
         if isinstance(found, Program):
             self._remake.program, self._expected = found, found.expected
+            self._drops_at = {} if proves else found.drops_at
             for value, place in found.inputs:
                 self._remake.held[value] = packer.pack(inputs[place])
 
@@ -119,26 +121,11 @@ class Call:
             elif source >= 0 and tensor is self._inputs[source]:
                 saved = self._remake.held[value]
             else:
-                stays = self.program.stays
-                if number in stays:
-                    saved = self._packer.keep(tensor, Reason.PARAMETER)
-                else:
-                    saved = self._packer.pack(tensor)
-                    if self._packer.reason is Reason.PARAMETER:
-                        stays.add(number)
-                by_function = False
-                if self.program.kept_at.get(value) == number:
-                    self._remake.held[value] = saved
-                    by_function = self.program.trace.entries[number].by_function
-                if self._proves or by_function:
-                    slot = Slot(self._remake, number, tensor)
-                    slot.saved = saved
-                    slot.tensor = tensor if self._proves else None
-                    saved = slot if by_function else saved
+                saved, slot = self._pack_kept(tensor, number, value)
         slots.append(slot)
-        if number in self.program.drops_at and not self._proves:
+        if number in self._drops_at:
             self._remake.note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
-            self._drop(self.program.drops_at[number])
+            self._drop(self._drops_at[number])
         return saved
 
     opaque(pack)
@@ -147,6 +134,26 @@ class Call:
         """Return whether a tensor lies on the storage on which the first one of a dropped value lies."""
         place = address(tensor.untyped_storage())
         return self._first.setdefault(value, place) == place
+
+    def _pack_kept(self, tensor: Tensor, number: int, value: int) -> tuple[Any, Slot | None]:
+        """Return what autograd holds for a tensor that is not dropped, and the slot of its entry if it has one."""
+        program, packer = self.program, self._packer
+        if number in program.stays:
+            saved: Any = packer.keep(tensor, Reason.PARAMETER)
+        else:
+            saved = packer.pack(tensor)
+            if packer.reason is Reason.PARAMETER:
+                program.stays.add(number)
+        by_function = False
+        if program.kept_at.get(value) == number:
+            self._remake.held[value] = saved
+            by_function = program.trace.entries[number].by_function
+        if not (self._proves or by_function):
+            return saved, None
+        slot = Slot(self._remake, number, tensor)
+        slot.saved = saved
+        slot.tensor = tensor if self._proves else None
+        return slot if by_function else saved, slot
 
     def _pack_traced(self, tensor: Tensor, tracer: Tracer) -> Any:
         entry = tracer.save(tensor)
@@ -264,12 +271,13 @@ class Call:
             if slot.saved is None and (slot.tensor is not None or self._proves):  # a proof has emptied slots before
                 by_segment.setdefault(entries[number].segment, []).append(weakref.ref(slot))
             slot.tensor = None
-        if samples:
-            with below_everything():
-                for value, tensor in samples.items():
-                    sample = Sample.take(value, program.trace.values[value], tensor, whole=whole)
-                    if sample is not None:
-                        self._remake.samples[value] = sample
+        if not samples:
+            return
+        with below_modes:
+            for value, tensor in samples.items():
+                sample = Sample.take(value, program.trace.values[value], tensor.detach(), whole=whole)
+                if sample is not None:
+                    self._remake.samples[value] = sample
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""

@@ -30,14 +30,13 @@ from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Node, Value
 from .tracer import default_generators
 
-__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "rise", "same_bits"]
+__all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
 QUEUED = 1e-4  # seconds that the host takes at most for an operator and two events
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_KINDS = (below_autograd, no_autocast, no_torch_dispatch)
 
 
 class _Guards(threading.local):
@@ -53,17 +52,27 @@ class _Guards(threading.local):
 _thread = _Guards()
 
 
-class below_everything:  # noqa: N801 - a context, as PyTorch writes them
-    """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
+class _Below:
+    """A context with some guards, for any number of threads."""
+
+    def __init__(self, *kinds: Any) -> None:
+        self._kinds = kinds
 
     def __enter__(self) -> None:
         entered = _thread.entered
-        for kind in _KINDS:
+        for kind in self._kinds:
             entered.append(kind())  # is in force from here on, and in no variable that a traceback keeps
             entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        rise(len(_thread.entered) - len(_KINDS))
+        rise(len(_thread.entered) - len(self._kinds))
+
+
+below_modes = _Below(no_torch_dispatch)
+"""Calls operators below dispatch modes and tensor subclasses."""
+
+below_everything = _Below(below_autograd, no_autocast, no_torch_dispatch)
+"""Calls operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
 
 def rise(depth: int = 0) -> None:
@@ -151,7 +160,7 @@ def prove(
                 saved[number].tensor = None
         return tensor
 
-    with below_everything():
+    with below_everything:
         _run_all(program, source, compare, pure=pure)
     return banned
 
@@ -160,7 +169,7 @@ def measure(program: Program, source: Callable[[int], Tensor], backend: Backend)
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
-    with below_everything():
+    with below_everything:
         _run_all(program, source, lambda value, tensor: tensor, pure=True, times=times, backend=backend)
     return times
 
@@ -275,9 +284,9 @@ class Sample:
 
     @staticmethod
     def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
-        """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples].
+        """Return a sample of a value, given a detached tensor that lies on it; see [Note: samples].
 
-        It is called below everything, as `Alarm.compare` is.
+        It is called below dispatch modes, which count what is made.
         """
         view = value.view
         if view is None or saved.dtype is not view.dtype or is_freed(saved):
@@ -356,7 +365,7 @@ class Alarm:
         if reading and all(self.backend.passed(each.event) for each in reading):
             self._reading = []
             for each in reading:
-                with below_everything():
+                with below_everything:
                     differ = bool(each.result)
                 if differ:  # [guard: samples that differ]
                     made = each.made_by[each.flags.any(dim=1).nonzero().flatten().tolist()[0]]
@@ -379,7 +388,7 @@ class Alarm:
         self._unread = False
         reading = []
         for device, (flags, _) in list(self._flags.items()):
-            with below_everything():
+            with below_everything:
                 copied = flags.clone()
                 flags.zero_()
                 result = copied.any()

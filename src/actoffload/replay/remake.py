@@ -146,7 +146,7 @@ class Remake:
             if version_of(tensor) != self._made_versions[value]:
                 raise changed(tensor, tensor.size(), self._made_versions[value])
         count = self._alarm.backend.made
-        with below_everything():
+        with below_everything:
             for step, sources, unneeded in fill.run:
                 for value in sources:
                     values[value] = self._source(value)
