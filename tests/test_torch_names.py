@@ -135,6 +135,7 @@ import torch
 
 gc.freeze()  # no process collects what torch made
 program, folder, *names = sys.argv[1:]
+sys.dont_write_bytecode, sys.pycache_prefix = False, folder  # the first process compiles the package for all
 for number, name in enumerate(names):
     if not os.fork():
         failed = 1
