@@ -105,7 +105,7 @@ class Experts(GroupedMLP):
             setattr(self, name, nn.Parameter(DTensor.from_local(weight.detach(), pair, [Shard(0)])))
 
     def forward(self, x: Tensor, counts: Tensor, *, padded: bool) -> Tensor:
-        weights = (of.to_local() if isinstance(of, DTensor) else of for of in (self.fc1_weight, self.fc2_weight))
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.fc1_weight, self.fc2_weight))
         return grouped_mlp(x, counts, *weights, padded=padded)
 
 

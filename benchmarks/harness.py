@@ -68,10 +68,6 @@ class Way:
     def checkpointed(self) -> bool:
         return self.arm in ("checkpoint", "checkpoint_offload", "trl", "selective")
 
-    @property
-    def inputs_offloaded(self) -> bool:
-        return self.arm == "checkpoint_offload"
-
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a layer of a plain loop in this way."""
         offloads = self.arm in ("checkpoint_offload", "save_on_cpu")
@@ -328,9 +324,7 @@ def free_memory() -> None:
     if DEVICE.type != "cpu":
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
-        with_host = getattr(torch._C, "_host_emptyCache", None)  # pinned memory of the arm before
-        if with_host is not None:
-            with_host()
+        actoffload.device.backend().release_host()  # pinned memory of the arm before
 
 
 def mean_square(y: torch.Tensor, _: Any = None) -> torch.Tensor:

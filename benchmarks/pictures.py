@@ -20,7 +20,7 @@ INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytic
 """Settings of matplotlib that have the colour of the ink."""
 HERO = ("T1", "L4", "L16", "L32", "Q16", "P8", "P32", "P8c", "P32c", "F2", "ViT-L", "DiT-XL")
 """Jobs of the landing page."""
-BUDGETS = "Step time against peak memory: ten budgets, checkpointing and no offload"
+BUDGETS = "Step time against peak memory: budgets, checkpointing and no offload"
 """Alternative of the picture below the section of the job of budgets."""
 
 

@@ -134,7 +134,7 @@ def notes(of_job: Sequence[Row]) -> list[str]:
     for row in of_job:
         for sentence in filter(None, re.split(r"(?<=\.) ", row["note"])):
             said.setdefault(sentence, []).append(name_of(row["arm"]))
-    return [note if len(arms) == len(of_job) else f"{', '.join(arms)}: {note}" for note, arms in said.items()]
+    return [note if len(arms) == len(of_job) else f"{'; '.join(arms)}: {note}" for note, arms in said.items()]
 
 
 def origin(of_job: Sequence[Row]) -> str:
@@ -146,7 +146,7 @@ def origin(of_job: Sequence[Row]) -> str:
     for each in of_job:
         if each["commit"] != row["commit"]:
             others.setdefault((each["date"][:10], each["commit"][:12]), []).append(name_of(each["arm"]))
-    return found + "".join(f" {', '.join(arms)}: {date}, `{commit}`." for (date, commit), arms in others.items())
+    return found + "".join(f" {'; '.join(arms)}: {date}, `{commit}`." for (date, commit), arms in others.items())
 
 
 def section(name: str, of_job: Sequence[Row]) -> str:
@@ -174,8 +174,8 @@ def search_tables(found: Sequence[Row]) -> list[str]:
     whole = [row for row in found if not row["memory_gb"]]
     for arm, tokens in searched(whole).items():
         row = next(row for row in whole if (row["arm"], row["tokens"]) == (arm, str(tokens)))
-        seconds = float(row["step_ms"]) / 1e3
-        lines.append([name_of(arm), f"{tokens:,}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}", row["peak_gib"]])
+        seconds, peak = float(row["step_ms"]) / 1e3, number(row, "peak_gib", 2)
+        lines.append([name_of(arm), f"{tokens:,}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}", peak])
     shown = [table(["method", "longest (tokens)", "step (s)", "tokens / s", "peak (GiB)"], lines)] if lines else []
     if levels := sorted({float(row["memory_gb"]) for row in found if row["memory_gb"]}):
         by_level = [searched(row for row in found if row["memory_gb"] == f"{level:g}") for level in levels]
@@ -211,9 +211,8 @@ def page(results: Sequence[Row], folder: Path) -> str:
     machine = folder / "machine.txt"
     if machine.is_file():
         when, _, printed = machine.read_text(encoding="utf-8").partition("\n\n")
-        lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in printed.splitlines())
-        parts += ["## The machine", "What `python -m actoffload` prints:", "\n".join(["```text", *lines, "```"])]
-        parts.append(f"Measured on {when}.")
+        lines = f"```text\n{wrapped(printed.rstrip())}\n```"
+        parts += ["## The machine", "What `python -m actoffload` prints:", lines, f"Measured on {when}."]
     return "\n\n".join(filter(None, [*parts, link_table(folder)])) + "\n"
 
 
@@ -228,7 +227,9 @@ def headline(results: Sequence[Row]) -> str:
     said += ["**Same bits.** Losses equal those without offload."] if same == {"yes"} else []
     if not said:
         return "No results are recorded yet."
-    used = [row for name in pictures.shown(jobs) for row in jobs[name]]
+    shown = [jobs[name] for name in pictures.shown(jobs)]
+    bases = "none", "checkpoint"
+    used = [row for of_job in shown for row in of_job if row["arm"] in bases or row is pictures.ours(of_job)]
     devices = sorted({row["device"].removeprefix("NVIDIA ").split()[0] for row in used})
     days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)

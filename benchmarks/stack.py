@@ -131,7 +131,7 @@ def train_stages(
     """
     rank, ranks, data = mesh.get_local_rank("pipeline"), mesh["pipeline"].size(), mesh.get_group("data")
     group = mesh.get_group("pipeline")
-    stages = [PipelineStage(of, number, STAGES * ranks, DEVICE, group=group) for number, of in modules.items()]
+    stages = [PipelineStage(m, number, STAGES * ranks, DEVICE, group=group) for number, m in modules.items()]
     schedule = ScheduleInterleaved1F1B(stages, shape[0], loss_fn=mean_square)
     recorder.handle = way.offload(schedule)
     torch.manual_seed(mesh.get_local_rank("data"))
@@ -144,7 +144,7 @@ def train_stages(
         else:
             last = {"target": target, "losses": losses} if rank == ranks - 1 else {}
             schedule.step(**last)
-        plain = [p.grad for of in modules.values() for p in of.parameters() if not isinstance(p, DTensor)]
+        plain = [p.grad for m in modules.values() for p in m.parameters() if not isinstance(p, DTensor)]
         for grad in plain if dist.get_world_size(data) > 1 else ():
             dist.all_reduce(grad, group=data)
         return torch.stack(losses).sum() if losses else None

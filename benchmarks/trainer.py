@@ -5,8 +5,6 @@ A job has one length of sequences, or is a search for the longest one that train
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,10 +15,10 @@ from typing import Any
 import torch
 from harness import DEVICE, Recorder, Sample, Train, UnavailableError, Way, need, run_arms
 from jobs import JOBS, LENGTHS
+from peft import LoraConfig, get_peft_model
 from stack import SMALL, Sizes
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
 
 __all__ = ["longest", "search", "trainer"]
 
@@ -94,9 +92,6 @@ def _model(sizes: Llama) -> nn.Module:
             model = LlamaForCausalLM._from_config(sizes.config, dtype=sizes.dtype)
     if not sizes.lora:
         return model
-    need("peft")
-    from peft import LoraConfig, get_peft_model
-
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, lora)
 
@@ -130,12 +125,9 @@ def train(sizes: Llama, way: Way, recorder: Recorder) -> None:
     """Train a new model with a new Trainer until the recorder is done."""
     if sizes.liger:
         need("liger_kernel")
-    enable = getattr(LlamaForCausalLM, f"{CHECKPOINTING}_enable")
-    if way.inputs_offloaded and "offload" not in inspect.signature(enable).parameters:
-        raise UnavailableError(f"transformers {importlib.metadata.version('transformers')} offloads no inputs.")
     model = _model(sizes)
     more: dict[str, Any] = {CHECKPOINTING: True} if way.checkpointed else {}
-    if way.inputs_offloaded:
+    if way.arm == "checkpoint_offload":
         more[f"{CHECKPOINTING}_kwargs"] = {"offload": True}
     shape = SEQUENCES, sizes.tokens
     rows = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
@@ -157,7 +149,6 @@ def train(sizes: Llama, way: Way, recorder: Recorder) -> None:
             **more,
         )
         trainer = _Recorded(model, arguments, train_dataset=tokens, callbacks=[_Steps(recorder, way)])
-        trainer.remove_callback(PrinterCallback)
         trainer.recorder, trainer.around = recorder, way.around(model)
         try:
             trainer.train()

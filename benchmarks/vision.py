@@ -80,11 +80,10 @@ def _train_vision(sizes: dict[str, int], count: int, way: Way, recorder: Recorde
         model: Any = ViTForImageClassification(config).train()
     if way.checkpointed:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable(**({"offload": True} if way.inputs_offloaded else {}))
-    pixels = config.image_size
+        enable(**({"offload": True} if way.arm == "checkpoint_offload" else {}))
 
     def batch() -> tuple[torch.Tensor]:
-        return (torch.randn(count, 3, pixels, pixels, device=DEVICE),)
+        return (torch.randn(count, 3, config.image_size, config.image_size, device=DEVICE),)
 
     loss = lambda output: F.cross_entropy(output.logits.float(), torch.arange(count, device=DEVICE) % CLASSES)  # noqa: E731
     plain_steps(way, recorder, model, batch, loss, optimize=True)
