@@ -84,6 +84,7 @@ doctest_global_setup = (
 # -- Gallery --------------------------------------------------------------------------------------------
 # The pages have a box instead of the warning about the reference device, which would contain a machine path.
 warnings.filterwarnings("ignore", message="No accelerator found")
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # PEFT asks by an older name
 
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",

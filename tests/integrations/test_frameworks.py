@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import actoffload
 from actoffload import OffloadHandle
+from actoffload._warnings import warn
 from actoffload.report import RankReports, Report
 
 pytest.importorskip("transformers", reason="the callbacks derive from classes of the frameworks")
@@ -135,6 +136,14 @@ def test_offloads_in_training_and_reports_once(train, make, tmp_path, capsys):
     assert texts == [str(callback.report)]
     assert not callback.handle.installed
     assert actoffload.OffloadHandle.of(net) is None
+
+
+@both
+def test_warnings_name_the_line_that_trains(train, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit, "offload", lambda model: warn("Said at the start."))
+    with pytest.warns(UserWarning, match="Said at the start") as caught:
+        train(Net(), tmp_path, [make()])
+    assert {warning.filename for warning in caught if "Said" in str(warning.message)} == {__file__}
 
 
 @both
