@@ -112,6 +112,9 @@ class GalleryRecordings:
         self.gallery, self.pages = conf["gallery_dirs"], dict[str, Page]()
         self.examples = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
         self.here = _run_here(data.source_digest(root / data.PACKAGE))
+        for path in (Path(app.srcdir) / self.gallery).glob("*.rst"):  # also of examples that are gone
+            if path.stem not in {*self.examples, "index"}:
+                path.unlink()
         live = mode == "live" or (mode == "auto" and not self.here.reference)
         for name, example in self.examples.items():
             docname, folder = f"{self.gallery}/{name}", root / data.RECORDINGS / name
