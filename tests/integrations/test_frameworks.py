@@ -365,7 +365,7 @@ def test_the_groups_of_a_unet_of_diffusers(layers):
         groups = set(handle.groups)
     blocks = {name for name, of in unet.named_modules() if type(of).__name__ in ("ResnetBlock2D", "Attention")}
     if layers > 1:
-        assert groups == blocks - {"mid_block.attentions.0"}
+        assert groups >= {*blocks, "conv_in", "conv_out"}
     else:
         assert {"down_blocks.0", "down_blocks.1", "down_blocks.2"} <= groups
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from whole_model import WIDTH, Transformer, Wave, Waves, data, nothing_installed, offload
+from whole_model import Transformer, Waves, data, nothing_installed, offload
 
 import actoffload
 
@@ -111,27 +111,6 @@ def test_so_few_groups_that_none_is_offloaded_warns():
             other = Waves(6)
             offload(other, **asked)
             step(other)
-
-
-def test_a_number_of_groups_that_are_only_guessed_before_the_first_forward():
-    class Mixed(nn.Module):
-        """Two of three modules save enough to be groups."""
-
-        def __init__(self):
-            super().__init__()
-            self.small, self.wave, self.linear = nn.Identity(), Wave(), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return self.linear(self.wave(self.small(x)))
-
-    for number in (2, 99):
-        model = Mixed()
-        handle = offload(model, num_layers=number)
-        assert "These modules may be groups: the first forward shows what each of them saves." in str(handle)
-        step(model)
-        assert handle.plan.offloaded == (0,)
-        assert "may be groups" not in str(handle)
-        step(model)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -256,16 +256,6 @@ def test_of_a_storage_that_is_saved_in_part_that_part_is_copied_and_all_is_freed
     assert handle.report().dropped_bytes == handle.report().expected_bytes == 4 * 3 * UNIT
 
 
-def test_the_report_of_the_first_pass_says_that_it_offloads_everything():
-    """Where groups are searched, it does what no later pass does."""
-    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 80), nn.GELU(), nn.Linear(80, 64), nn.Sigmoid())
-    handle = actoffload.offload(model, min_bytes=1)
-    for first in (True, False):
-        model(torch.randn(512, 64)).sum().backward()
-        assert ("This first pass offloads all groups" in str(handle.report())) is first
-        assert ("all groups are offloaded but the last two" in str(handle.report())) is not first
-
-
 # Who holds it
 
 
@@ -472,29 +462,14 @@ def test_the_timeline_has_names_and_everything_that_was_copied():
     assert "blocks.0.attention" in timeline.names
 
 
-def test_a_step_that_finds_the_groups_is_recorded_with_the_names_of_all_that_was_followed():
+def test_the_first_step_is_recorded_by_groups():
     model = Transformer(4)
     handle = offload(model)
-    with pytest.warns(UserWarning, match="The groups of the model were found in the recorded step"), handle.recording():
+    with handle.recording():
         step(model)
     blocks = tuple(f"blocks.{k}" for k in range(4))
     timeline, report = handle.timeline(), handle.report()
-    assert handle.groups == tuple(group.name for group in report.groups) == blocks
-    assert timeline.names == ("inp", *blocks, "norm", "head")
-    assert {span.layer for span in timeline.timeline.spans} == set(range(7))
-    assert report.step_seconds is None
-    assert [group.forward_seconds for group in report.groups] == [None] * 4
-    with handle.recording():
-        step(model)
-    assert handle.timeline().names == blocks
-    assert all(group.forward_seconds is not None for group in handle.report().groups)
-
-
-def test_micro_batches_of_a_step_that_finds_the_groups_have_no_names():
-    """A layer of the timeline is another module in each of them."""
-    model = Transformer(4)
-    handle = offload(model)
-    with pytest.warns(UserWarning, match="The groups of the model were found in the recorded step"), handle.recording():
-        (model(data()) + model(data(1))).sum().backward()
-    assert handle.timeline().names == ()
-    assert handle.report().step_seconds is None
+    assert handle.groups == tuple(group.name for group in report.groups) == timeline.names == blocks
+    assert {span.layer for span in timeline.timeline.spans} == set(range(4))
+    assert report.step_seconds is not None
+    assert all(group.forward_seconds is not None for group in report.groups)

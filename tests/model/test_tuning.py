@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from timed_device import LAYERS, Timed, TimedBlock, TimedModel, offload, seconds, stages, step
+from timed_device import Timed, TimedBlock, TimedModel, offload, seconds, stages, step
 from torch import nn
 from whole_model import nothing_installed
 
@@ -45,12 +45,11 @@ CASES = {  # memory in MiB, rate of the link, whether groups may be recomputed: 
 }
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("case", CASES)
-def test_stages(case, layers):
+def test_stages(case):
     memory, link, recompute, want, offloaded, recomputed = CASES[case]
     device, model = tight(memory and memory * MIB, link)
-    handle = offload(model, device, layers=layers, recompute=recompute)
+    handle = offload(model, device, recompute=recompute)
     assert stages(handle, lambda: step(model), 8) == [*want, *[""] * (8 - len(want))]
     assert len(want) <= 5
     plan = handle.plan
@@ -162,11 +161,10 @@ def test_one_log_line(caplog, memory, parts):
 # Until when
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("by_hand", [{"num_layers": 2}, {"fraction": 0.5}, {"max_inflight": 1}])
-def test_a_choice_by_hand_is_final(layers, by_hand):
+def test_a_choice_by_hand_is_final(by_hand):
     device, model = tight()
-    handle = offload(model, device, layers=layers, **by_hand)
+    handle = offload(model, device, **by_hand)
     for _ in range(3):
         assert not handle.settling
         step(model)
@@ -174,10 +172,9 @@ def test_a_choice_by_hand_is_final(layers, by_hand):
     assert device.synchronized == 0
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_the_reference_device_measures_nothing(layers):
+def test_the_reference_device_measures_nothing():
     model = TimedModel(Timed())
-    handle = offload(model, actoffload.device.ReferenceDevice(1e5, 1e5), layers=layers)
+    handle = offload(model, actoffload.device.ReferenceDevice(1e5, 1e5))
     for _ in range(3):
         assert not handle.settling
         step(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from interrupts import SOURCES, interrupted
-from timed_device import BLOCK, LAYERS, PASSES, Timed, TimedModel, done, offload, seconds, small, step
+from timed_device import BLOCK, PASSES, Timed, TimedModel, done, offload, seconds, small, stages, step
 from torch import nn
 from whole_model import nothing_installed
 
@@ -58,11 +58,10 @@ PROGRAMS = [(several(2), 14), (several(3), 20), (no_backward, 4), (no_grad, 4), 
 """Steps, and the blocks that the device has memory for."""
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize(("run", "memory"), PROGRAMS)
-def test_a_plan_is_found(run, memory, layers):
+def test_a_plan_is_found(run, memory):
     # Where several passes are in progress, each of those before may need all of its memory.
-    device, model, handle = small(layers=layers, memory=memory * BLOCK, min_bytes=1)
+    device, model, handle = small(memory=memory * BLOCK, min_bytes=1)
     for _ in range(13):
         run(model)
         nothing_held(handle)
@@ -78,11 +77,10 @@ def evaluation(model: nn.Module) -> None:
     model(torch.zeros(4, requires_grad=True))
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("run", [no_backward, several(9), evaluation, loop_over_groups])
-def test_steps_until_the_plan_is_final(run, layers):
+def test_steps_until_the_plan_is_final(run):
     """Whether passes can be timed or not; where they can be timed later, they are."""
-    device, model, handle = small(layers=layers)
+    device, model, handle = small()
     steps = 0
     while handle.settling:
         run(model)
@@ -96,9 +94,8 @@ def test_steps_until_the_plan_is_final(run, layers):
     assert not handle.settling
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_a_loop_over_the_groups_is_not_measured(layers):
-    _device, model, handle = small(layers=layers)
+def test_a_loop_over_the_groups_is_not_measured():
+    _device, model, handle = small()
     for _ in range(12):
         loop_over_groups(model)
     assert handle.plan.offloaded == tuple(range(4))
@@ -122,15 +119,39 @@ class Frozen(nn.Module):
         return self.model(x.detach())
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_groups_without_a_backward(layers):
+def test_groups_without_a_backward():
     device = Timed(2.5e6, 2.5e6, memory=4 * BLOCK)
     model = Frozen(device)
-    handle = offload(model, device, layers=layers)
-    for _ in range(13):
+    handle = offload(model, device)
+    assert stages(handle, lambda: step(model), 2) == ["FIRST", "LEAN"]
+    for _ in range(11):
         step(model)
     assert handle.plan.offloaded_bytes == 2 * BLOCK
     assert seconds(model, device) == pytest.approx(8 * 1.0 + 4 * 2.0)
+
+
+class Taught(nn.Module):
+    """Half of its blocks are a teacher, which runs without gradients."""
+
+    def __init__(self, device: Timed) -> None:
+        super().__init__()
+        self.teacher, self.student = TimedModel(device, 4, nbytes=BLOCK), TimedModel(device, 8, nbytes=BLOCK)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.student(x) - wanted
+
+
+def test_a_teacher_without_gradients():
+    device = Timed(2.5e6, 2.5e6, memory=4 * BLOCK)
+    model = Taught(device)
+    handle = offload(model, device, layers=None)
+    assert stages(handle, lambda: step(model), 3) == ["FIRST", "LEAN", "PLAN"]
+    for _ in range(4):
+        step(model)
+    assert not handle.settling
+    assert {handle.groups[k].partition(".")[0] for k in handle.plan.offloaded} == {"student"}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -153,10 +174,9 @@ class BrokenError(Exception):
     pass
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("at", PASSES)
-def test_an_exception_in_forward_and_in_backward(at, layers):
-    device, model, handle = small(layers=layers)
+def test_an_exception_in_forward_and_in_backward(at):
+    device, model, handle = small()
     for _ in range(at):
         step(model)
 

@@ -93,7 +93,6 @@ INSTEAD: dict[str, str] = {
     "guard: time of one step": "return time.perf_counter() - begun",
     "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[name] = kind",
-    "guard: large repeated block": "most = largest",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
     "guard: groups in flight": "window = resident",
 }

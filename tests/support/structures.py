@@ -224,15 +224,15 @@ LEAVES = {
     "linear layers": (nn.Sequential(*(nn.Linear(4, 4) for _ in range(12))), {"*": 12}),
     "linear layers and activations": (
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
-        {"*": 3},
+        {"*": 5},
     ),
     "linear layers deeper in": (
         Parts(encoder=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), head=nn.Linear(2, 1)),
-        {"encoder.*": 2},
+        {"encoder.*": 3, "head": 1},
     ),
-    "leaves do not count beside blocks": (
+    "leaves beside few blocks": (
         Parts(projections=nn.ModuleList(nn.Linear(4, 4) for _ in range(30)), layers=blocks(3)),
-        {"layers.*": 3},
+        {"layers.*": 3, "projections.*": 30},
     ),
     "parametrized leaves are leaves": (
         Parts(
@@ -241,7 +241,7 @@ LEAVES = {
             ),
             layers=blocks(3),
         ),
-        {"layers.*": 3},
+        {"layers.*": 3, "convs.*": 9},
     ),
     "only parametrized leaves": (
         nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)) for _ in range(4))),

@@ -16,8 +16,6 @@ from actoffload.device.reference import CreatedStorages
 
 BLOCK = 2**20
 """Bytes that a block of `small` saves."""
-LAYERS = ["blocks", None]
-"""How groups are given: by name, or found in a first pass of its own."""
 PASSES = (0, 1, 2, 3, 4)
 """Numbers of passes before each stage, and before the first pass with the plan that is kept."""
 

@@ -49,7 +49,6 @@ from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
 
 __all__ = [
-    "DROPPED",
     "GROUP",
     "KEPT",
     "REASON",
@@ -67,7 +66,7 @@ __all__ = [
     "unfollow",
 ]
 
-ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
+ROOT, GROUP, KEPT = "root", "group", "kept"
 
 _WHOLE = "(the whole model)"
 
@@ -78,7 +77,7 @@ TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], N
 class FollowedModule:
     """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
 
-    role: str  # ROOT, GROUP or KEPT; DROPPED for one that turned out to be no group
+    role: str  # ROOT, GROUP or KEPT
     name: str
     ref: weakref.ref[Module]
     group: int = -1  # its index among the chosen modules
@@ -335,12 +334,12 @@ def lost_modules(modules: Iterable[FollowedModule]) -> Iterator[str]:
     for followed in modules:
         module = followed.ref()
         follower = None if module is None else _follower_of(module)
-        if module is None and followed.role not in (ROOT, DROPPED):
+        if module is None and followed.role is not ROOT:
             yield (
                 f"The module '{followed.name}' has been replaced or deleted since offload was called; what took its "
                 "place is not offloaded. Call remove() of the handle, then offload again."
             )
-        if follower is not None and follower.is_lost and followed.role is not DROPPED:
+        if follower is not None and follower.is_lost:
             yield (
                 f"The forward of the module '{followed.name}' was replaced since offload was called, and what took its "
                 "place does not call it, so the module is not offloaded. Replace it before offload."

@@ -22,9 +22,7 @@ from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .discovery import Finder
 from .follow import (
-    DROPPED,
     GROUP,
     ROOT,
     FollowedModule,
@@ -44,7 +42,6 @@ from .tuning.findings import Findings, Fit
 
 __all__ = ["OffloadHandle"]
 
-GUESS = "These modules may be groups: the first forward shows what each of them saves."
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 
@@ -62,10 +59,10 @@ class OffloadHandle:
         steering: Steering,
         *,
         meet: Callable[[], None] | None = None,
-        finder: Finder | None = None,
+        checks_coverage: bool = False,
     ) -> None:
         self._state, self._engine, self._log = state, state.engine, state.log
-        self._tracker = Tracker(state, steering, meet, finder)
+        self._tracker = Tracker(state, steering, meet, checks_coverage=checks_coverage)
         follow(state.modules, self._tracker, self)
 
     @classmethod
@@ -142,9 +139,7 @@ class OffloadHandle:
     @property
     def plan(self) -> Plan:
         """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
-        plan, replays, finder = self._tracker.steering.plan(), self._tracker.replays, self._tracker.finder
-        if finder is not None and finder.guesses:
-            plan = replace(plan, because=f"{GUESS} {plan.because}".rstrip())
+        plan, replays = self._tracker.steering.plan(), self._tracker.replays
         refused = replays.refused()
         if not refused:
             return plan
@@ -208,8 +203,7 @@ class OffloadHandle:
         Warns
         -----
         UserWarning
-            If no forward ended in the block; the previous recording is kept then.  If the groups were found in the
-            block; the report has no times then.
+            If no forward ended in the block; the previous recording is kept then.
         """
         check_bool(nvtx=nvtx)
         self._check_installed("record a step")
@@ -226,11 +220,6 @@ class OffloadHandle:
             warn(
                 "Nothing was recorded: no forward of the model with a graph ended in the recording block. Run a "
                 "whole training step there."
-            )
-        if recording.finding:
-            warn(
-                "The groups of the model were found in the recorded step, so the report has no times of them. "
-                "Record a later step."
             )
 
     def timeline(self) -> StepTimeline:
@@ -315,7 +304,7 @@ class OffloadHandle:
             )
         state, plan, names = self._state, self.plan, self._state.names(latest.sequence)
         called = {key.group for key in latest.sequence}
-        absent = [group for group in state.groups if group.role is not DROPPED and group.group not in called]
+        absent = [group for group in state.groups if group.group not in called]
         return build(
             names,
             state.plans.kinds(latest.sequence),
@@ -323,7 +312,7 @@ class OffloadHandle:
             self.statistics(),
             self._log.recording,
             [GroupReport(group_name(group.name), group.kind, calls=0) for group in absent],
-            because=latest.because or plan.because,
+            because=plan.because,
             proven_bytes=replays.proven_bytes,
             samples=replays.alarm.samples,
             peak_bytes=plan.peak_bytes,

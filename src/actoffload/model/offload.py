@@ -16,13 +16,20 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..replay import Given, everything, policy_for
-from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .discovery import BLOCK, Finder, find_groups, followed_modules
 from .follow import ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
-from .select import Names, check_entries, planned_modules, written
+from .select import (
+    Names,
+    check_entries,
+    find_groups,
+    followed_modules,
+    planned_modules,
+    split_default,
+    written,
+)
 from .steering import ByPlan, BySchedule, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
@@ -74,15 +81,11 @@ def offload(
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         layers = planned_modules(names, plan.names)
-    chosen, kept, searching = find_groups(names, layers, keep, by_blocks=by_hand)
+    chosen, kept = find_groups(names, layers, keep)
+    by_choice = by_hand or not split_default(layers)[0]
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, 1.0 if fraction is None else fraction, max_inflight), kinds)
-    # The others are groups only if the first forward shows that they are needed.
-    blocks = [GroupKey(k) for k, found in enumerate(chosen) if found.kind == BLOCK] if searching else []
-    plans.learn(blocks)
-    guessed = searching and not blocks
-    if not guessed:
-        check_num_layers(num_layers, kinds)
+    check_num_layers(num_layers, kinds)
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
     state = ModelState(followed_modules(module, chosen, kept), plans, engine)
     budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
@@ -107,11 +110,10 @@ def offload(
         steering = ByPlan(state, plan, policies)
     elif by_hand or not engine.backend.times:
         because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = BySchedule(state, because, always, checks=not always and (by_hand or not searching))
+        steering = BySchedule(state, because, always, checks=not always and by_choice)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
-    finder = Finder(state, guesses=guessed) if searching else None
-    handle = OffloadHandle(state, steering, meet=ranks.meet, finder=finder)
+    handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_choice)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -27,7 +27,7 @@ from ..device.base import Backend, current_stream
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
 from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
-from .follow import DROPPED, FollowedModule, TakeTimes, group_name
+from .follow import FollowedModule, TakeTimes, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
 
@@ -278,11 +278,6 @@ class Replays:
         if begun.take_times is not None and call.times is not None:
             begun.take_times(begun.group, *call.times)
 
-    def groups_chosen(self) -> None:
-        """Note that some modules are groups no more, so others have no groups inside."""
-        self._alone.clear()
-        self._refused.clear()
-
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
         hooks = saved_tensor_hooks()
@@ -292,7 +287,7 @@ class Replays:
             return TRANSFORM
         if followed.group not in self._alone:
             inside = {*followed.module.modules()} - {followed.module}
-            others = {each.ref() for each in self._modules[1:] if each.role is not DROPPED}
+            others = {each.ref() for each in self._modules[1:]}
             self._alone[followed.group] = inside.isdisjoint(others)
         return "" if self._alone[followed.group] else INSIDE  # group with others inside
 

@@ -15,13 +15,14 @@ from .._torch.tensors import address
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..report.build import PassStatistics, on_device
+from ..report.build import PassStatistics, count_pass, on_device
+from ..report.report import GroupReport
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Plan
 from .follow import GROUP, KEPT, FollowedModule, ModelState, group_name
 from .steering import Steering
 
-__all__ = ["add_planned_bytes", "describe", "explain"]
+__all__ = ["add_planned_bytes", "coverage_warning", "describe", "explain"]
 
 
 def describe(state: ModelState, plan: Plan, condition: str) -> str:
@@ -55,6 +56,29 @@ def add_planned_bytes(latest: PassStatistics, plan: Plan, names: Sequence[str]) 
         again = less.get(name, 0) * row.recomputed
         groups.append((layer, replace(row, bytes_saved=nbytes, bytes_recomputed=again)))
     return replace(latest, groups=tuple(groups))
+
+
+def coverage_warning(state: ModelState, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> str | None:
+    """Return a warning if the groups cover less than half of what a forward saved, else None."""
+    latest = count_pass(done, sequence)
+    outside = dict(latest.outside or {})
+    outside.pop(Reason.KEPT, None)
+    covered = sum(row.activation_bytes + layer.remade_bytes for layer, row in latest.groups)
+    saved = covered + GroupReport("outside", kept=outside).activation_bytes
+    if 2 * covered >= saved:
+        return None
+    rest = (
+        f"The groups of this {state.root.name} cover {covered / saved:.0%} of what its forward saves. The rest is kept"
+    )
+    called = {key.group for key in sequence}
+    skipped = [group.name for group in state.groups if group.group not in called]
+    if skipped:
+        more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        return f"{rest}: '{skipped[0]}'{more} were not called. If the model uses them by a method, call `block(x)`."
+    return (
+        f"{rest}, because it is saved outside of the calls of its modules: by the code of the model's own forward or "
+        "by gradients in it."
+    )
 
 
 # Errors

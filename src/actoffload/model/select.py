@@ -1,17 +1,4 @@
-"""The modules of a model by name, its repeated blocks, and what ``layers``, ``keep`` and ``plan`` of `offload` mean.
-
-[Note: blocks, stages and parts]
-A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two composite children of one type.  Lists
-are nested, and the question is at which depth the blocks are.  Lists inside a block are its parts: experts, heads,
-branches.  Lists inside a *stage* hold the blocks, and the list of stages only holds them: Swin, ConvNeXt.
-
-Blocks are copies of each other, so two of them have parameters of the same shapes.  Stages differ in width or depth.
-The search goes from the outside in.  It takes the first list that it meets and does not search its blocks.  If no two
-of the members are alike, and most of them hold a list themselves, they are stages: then the search goes on inside each
-that holds a list, and what lies between, such as a convolution that halves the resolution, is a block of its own.
-
-Where nothing composite repeats, lists of a single composite module count, as the stage of a pipeline may have one of
-many blocks; and without these, the leaves: the linear layers of a plain ``Sequential``.
+"""The modules of a model by name, and what ``layers``, ``keep`` and ``plan`` of `offload` mean.
 
 [Note: what an entry means]
 - A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
@@ -28,6 +15,7 @@ many blocks; and without these, the leaves: the linear layers of a plain ``Seque
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -36,90 +24,28 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch.nn import Module
 
 from .._text import fold_names, name_pattern
-from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, registered
+from .._torch.modules import WRAPPED_AS, registered
 from .._warnings import warn
-from .follow import split_group_name
+from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, find_stacks, inner_name, runs, unwrap
+from .follow import GROUP, KEPT, ROOT, FollowedModule, split_group_name
 
 __all__ = [
-    "CONTAINERS",
     "Chosen",
     "Names",
-    "block_type",
     "check_entries",
-    "children",
     "choose",
     "choose_kept",
-    "find_stacks",
+    "find_groups",
+    "followed_modules",
     "planned_modules",
-    "runs",
-    "shapes",
     "split_default",
-    "unwrap",
-    "with_wrapped",
     "written",
 ]
 
-CONTAINERS = (ModuleList, ModuleDict, Sequential)
-
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
-
-
-# Modules and wrappers
-
-
-def _inner_name(module: Module) -> str | None:
-    """Return the attribute under which a wrapper holds its module; None for what is no wrapper.
-
-    Wrappers are those of data parallelism, ``torch.compile``, activation checkpointing and the older FSDP.
-    """
-    if isinstance(module, (DataParallel, DistributedDataParallel)):
-        return "module"
-    return next((name for name in WRAPPED_AS if registered(module)[2].get(name) is not None), None)
-
-
-def with_wrapped(module: Module) -> Iterator[Module]:
-    """Yield a module and, if it is a wrapper, what it wraps."""
-    yield module
-    while (name := _inner_name(module)) is not None:
-        module = module.get_submodule(name)
-        yield module
-
-
-def unwrap(module: Module) -> Module:
-    """Return the module inside of all wrappers."""
-    *_, inner = with_wrapped(module)
-    return inner
-
-
-def block_type(module: Module) -> type:
-    """Return the class that a module was created with: without wrappers, sharding and parametrizations."""
-    kind: type = type(unwrap(module))
-    while True:
-        *others, base = kind.__bases__
-        sharded = len(others) == 1 and others[0].__name__ in SHARDED
-        if not (sharded or kind.__name__ == f"Parametrized{base.__name__}"):
-            return kind
-        kind = base
-
-
-def children(module: Module) -> list[Module]:
-    """Return the children in registration order, without parametrizations; one may be there twice."""
-    return [child for name, child in registered(module)[2].items() if child is not None and name != PARAMETRIZATIONS]
-
-
-def runs(module: Module) -> bool:
-    """Return whether a module has a forward; a ``ModuleList`` has none and is never called."""
-    return getattr(module.forward, "__func__", None) is not Module.forward  # a compiled module sets one on itself
-
-
-def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-    """Return the names and shapes of the parameters of a module; None is the shape of a lazy one."""
-    return tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
 
 
 # Names
@@ -147,7 +73,7 @@ class Names:
         while True:
             self.first.setdefault(module, name)
             inside = registered(module)[2]
-            wrapped = _inner_name(module)
+            wrapped = inner_name(module)
             if wrapped is None and not name and list(inside) == ["module"]:
                 wrapped = "module"  # around a whole model this is what engines and data parallel wrappers of others are
             if wrapped is None:
@@ -198,101 +124,6 @@ def _spellings(given: str) -> Iterator[str]:
         del parts[0]
 
 
-# Repeated blocks
-
-
-_SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
-
-
-def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
-    """Return the lists of repeated blocks of a model, each block once; see [Note: blocks, stages and parts]."""
-    for leaves, least in ((False, 2), (False, 1), (True, 2)):
-        if stacks := _Search(root, leaves=leaves, least=least).stacks:
-            return tuple(stacks)
-    return ()
-
-
-class _Search:
-    """A search for lists of composite modules, or of leaves with parameters, with at least some of one type."""
-
-    def __init__(self, root: Module, *, leaves: bool, least: int) -> None:
-        self._leaves, self._least = leaves, least
-        self._visited: set[Module] = set()
-        self._lists = {module: self._members(module) for module in root.modules()}
-        # Types of which two in one list are copies of each other; what one Sequential holds says nothing of another.
-        lists = [_most_frequent(members) for members in self._lists.values() if members]
-        self._alike = {
-            block_type(each[0]) for each in lists if block_type(each[0]) is not Sequential and _two_alike(each)
-        }
-        self.stacks: list[tuple[Module, ...]] = []
-        self._visit(root)
-
-    def _visit(self, module: Module) -> None:
-        if module in self._visited:
-            return
-        self._visited.add(module)
-        members = self._lists[module]
-        blocks = [each for each in members if runs(each)]
-        if blocks and self._are_stages(members):  # [guard: stages, which are no blocks]
-            blocks = [each for each in blocks if not self._holds_list(each)]
-        if blocks:
-            self.stacks.append(tuple(dict.fromkeys(blocks)))
-        for child in children(module):
-            if child not in blocks and not self._is_only_block(module, child):
-                self._visit(child)
-
-    def _members(self, module: Module) -> list[Module]:
-        """Return the children that make a module a list; none if it is not one."""
-        fit = [child for child in children(module) if self._fits(child)] if isinstance(module, CONTAINERS) else []
-        types = [block_type(child) for child in fit]
-        number = Counter(types)
-        most = max(number.values(), default=0)
-        if most < self._least:
-            return []
-        if not isinstance(module, Sequential):  # [guard: mixed types in one list]
-            return fit  # types mixed in one list make a hybrid stack
-        # A Sequential also holds what lies before and behind: blocks are what repeats, and what lies between.  A stem
-        # and a head of one type are a pair, and no blocks.
-        places = [place for place, kind in enumerate(types) if number[kind] >= min(3, most)]
-        return fit[places[0] : places[-1] + 1]
-
-    def _fits(self, child: Module) -> bool:
-        inner = unwrap(child)
-        return bool(children(inner)) is not self._leaves and any(True for _ in inner.parameters())
-
-    def _are_stages(self, members: list[Module]) -> bool:
-        most = _most_frequent(members)
-        kind = block_type(most[0])
-        if kind in self._alike or (kind is Sequential and _two_alike(most)):
-            return False
-        return 2 * sum(map(self._holds_list, most)) > len(most)
-
-    def _holds_list(self, module: Module) -> bool:
-        """Return whether a module is a list, or holds one or two directly."""
-        inner = unwrap(module)
-        if self._lists[inner]:
-            return True
-        held = [each for each in map(unwrap, children(inner)) if self._lists[each]]
-        return 0 < len(held) <= _SIDE_BY_SIDE
-
-    def _is_only_block(self, module: Module, child: Module) -> bool:
-        """Return whether a list holds this one block: then lists below it are its parts and no blocks."""
-        alone = isinstance(module, CONTAINERS) and not isinstance(module, Sequential) and len(module) == 1
-        return alone and self._fits(child) and runs(unwrap(child)) and not self._holds_list(child)
-
-
-def _most_frequent(modules: list[Module]) -> list[Module]:
-    """Return the modules of the most frequent type."""
-    ((kind, _),) = Counter(map(block_type, modules)).most_common(1)
-    return [each for each in modules if block_type(each) is kind]
-
-
-def _two_alike(modules: Iterable[Module]) -> bool:
-    """Return whether two of these have parameters of the same names and shapes, or are the same."""
-    found = list(map(shapes, modules))
-    return len(set(found)) < len(found)  # [guard: blocks that are alike -> False]
-
-
 # What arguments mean
 
 
@@ -312,23 +143,54 @@ def split_default(layers: Any) -> tuple[bool, Any]:
     return len(others) < len(entries), others
 
 
-def choose(names: Names, layers: Any) -> tuple[Chosen, ...]:
-    """Return the modules that `layers` means, in registration order, each once; at least one.
+def find_groups(names: Names, layers: Any, keep: Any) -> tuple[tuple[Chosen, ...], tuple[Chosen, ...]]:
+    """Return the groups and the modules that are kept: what ``layers`` and ``keep`` of `offload` mean.
 
-    Repeated blocks, which None and ``...`` mean, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the
-    name of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if
-    modules of several classes would be of one kind.  The first entry that means a module decides.
+    The model may be a stage of a pipeline.
+    """
+    kept = choose_kept(names, keep)
+    chosen = choose(names, layers, kept)
+    if not chosen and kept and choose(names, None):
+        raise ValueError(
+            f"keep names all modules of this {names.title} that could be offloaded: leave some of them out of keep."
+        )
+    if not chosen:
+        raise ValueError(f"This {names.title} has no modules inside that could be offloaded.")
+    both = {each.name for each in kept} & {each.name for each in chosen}
+    if both:
+        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
+    return chosen, kept
+
+
+def followed_modules(root: Module, groups: Iterable[Chosen], kept: Iterable[Chosen] = ()) -> list[FollowedModule]:
+    """Return the modules to follow: the model, its groups and the modules that are kept."""
+    return [
+        FollowedModule(ROOT, type(root).__name__, weakref.ref(root)),
+        *(FollowedModule(GROUP, each.name, weakref.ref(each.module), k, each.kind) for k, each in enumerate(groups)),
+        *(FollowedModule(KEPT, each.name, weakref.ref(each.module)) for each in kept),
+    ]
+
+
+def choose(names: Names, layers: Any, kept: Iterable[Chosen] = ()) -> tuple[Chosen, ...]:
+    """Return the modules that `layers` means, in registration order, each once.
+
+    None and ``...`` mean the default groups without those that are `kept`.  The kind of others is the pattern, the name
+    of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
+    several classes would be of one kind.  The first entry that means a module decides.
     """
     default, entries = split_default(layers)
-    blocks = {names.first[block]: "layer" for stack in names.stacks for block in stack} if default else {}
-    meant = dict[str, str]()
+    found, meant = dict[str, str](), dict[str, str]()
     for entry, alone in _entries(names, entries):
         for name, kind in _meaning(names, entry, alone, "layers"):
-            if name not in blocks:
-                meant.setdefault(name, kind)  # [guard: first entry that means a module]
-    if not meant and not blocks:
-        raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
-    return names.chosen(blocks | _by_class(names, meant))
+            meant.setdefault(name, kind)  # [guard: first entry that means a module]
+    if not meant and not default:
+        raise ValueError(f"layers is empty; expected None for the default groups, {_EXPECTED}.")
+    if default:
+        named, without = {names.modules[name] for name in meant}, [each.module for each in kept if each.name]
+        groups = default_groups(names.root, names.stacks, without, named)
+        found = {names.first[module]: kind for module, kind in groups if names.first[module]}
+    others = {name: kind for name, kind in meant.items() if found.get(name) != BLOCK}  # [guard: named modules]
+    return names.chosen(found | _by_class(names, others))
 
 
 def choose_kept(names: Names, keep: Any) -> tuple[Chosen, ...]:

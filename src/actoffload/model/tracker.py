@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -28,10 +27,9 @@ from ..engine.layer import Layer, tensors_in
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .discovery import Finder
-from .follow import DROPPED, GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules, unfollow
+from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Begun, Replays
-from .reporting import explain
+from .reporting import coverage_warning, explain
 from .steering import Mode, PassSettings, Steering
 
 __all__ = ["Tracker"]
@@ -58,7 +56,6 @@ class ThreadState(threading.local):
         self.scoped = False  # they are installed in groups that are offloaded
         self.settings = PassSettings(Mode.IDLE)
         self.idle = False  # a forward runs that is not followed
-        self.finds = False  # the groups are found in the pass
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
         self.packer = Packer()
@@ -78,7 +75,8 @@ IN_BACKWARD = (
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    `meet` is called once, before the first forward.  A `finder` chooses the groups in the first forward of the model.
+    `meet` is called once, before the first forward.  If it `checks_coverage`, it warns after the first one if the
+    groups are less than half of what that saved.
     """
 
     def __init__(
@@ -86,15 +84,16 @@ class Tracker:
         state: ModelState,
         steering: Steering,
         meet: Callable[[], None] | None = None,
-        finder: Finder | None = None,
+        *,
+        checks_coverage: bool = False,
     ) -> None:
         self._state, self._engine = state, state.engine
-        self.steering, self.finder = steering, finder
-        self._meet = meet
+        self.steering = steering
+        self._meet, self._checks_coverage = meet, checks_coverage
         self._thread = ThreadState()
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
-        self._when_idle: list[Callable[[], None]] = []
+        self._retired: Callable[[], None] | None = None  # called when no forward runs any more
         self.replays = Replays(state.modules, state.engine.backend, lambda: state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
@@ -119,7 +118,7 @@ class Tracker:
         """Begin the forward of a module; return what calls it if backward runs it again as a whole."""
         thread = self._thread
         followed.compiled = compiled
-        if thread.idle or followed.role is DROPPED:
+        if thread.idle:
             return None
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
@@ -157,10 +156,6 @@ class Tracker:
             current = None
         busy = bool(self._running)
         settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=busy)
-        # Groups that are called alone show nothing of the model.
-        thread.finds = self.finder is not None and not (alone or busy)
-        if self.finder is not None and thread.finds:
-            settings = self.finder.settings(settings)
         if settings.mode is Mode.IDLE:
             thread.calls.append(Call(followed))
             thread.idle = True
@@ -370,39 +365,31 @@ class Tracker:
         if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
+            if finished and self._checks_coverage and not current.aborted:
+                self._checks_coverage = False
+                message = coverage_warning(self._state, current, current.order.started)
+                if message is not None:
+                    warn(message)
             thread.current = None
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
             sequence = tuple(current.order.started)
-            if self.finder is None or not self._thread.finds:
-                self.steering.pass_ends(current, sequence)
-                return
-            dropped, self.finder = self.finder.found(current, sequence), None
-            self.replays.groups_chosen()
-            self.when_idle(partial(unfollow, dropped))
+            self.steering.pass_ends(current, sequence)
 
     # Removal
 
     def retire(self, then: Callable[[], None]) -> None:
         """Begin no further forward, and call `then` as soon as no forward is in progress in any thread."""
-        self._stopped = True
-
-        def retired() -> None:
-            then()
-            self._engine.close()  # the last forward may have taken host memory after the handle was removed
-
-        self.when_idle(retired)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` as soon as no forward is in progress in any thread."""
-        self._when_idle.append(then)
+        self._stopped, self._retired = True, then
         self._finish()
 
     def _finish(self) -> None:
-        while self._when_idle and not self._running:  # [guard: removal while a forward runs -> True]
-            self._when_idle[0]()
-            del self._when_idle[0]
+        if self._retired is None or self._running:  # [guard: removal while a forward runs -> False]
+            return
+        self._retired()
+        self._engine.close()  # the last forward may have taken host memory after the handle was removed
+        self._retired = None
 
 
 for _function in (Tracker.begin, Tracker.end, Tracker.unwind):

@@ -14,11 +14,10 @@ from torch.nn import Module
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.discovery import BLOCK, Finder, find_groups, followed_modules
 from ..model.follow import ModelState, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
-from ..model.select import Names, choose, choose_kept
+from ..model.select import Names, choose, choose_kept, find_groups, followed_modules
 from ..model.steering import Mode, PassSettings, Steering
 from ..model.tuning.ranks import ranks_of
 from ..replay import Policy
@@ -226,17 +225,14 @@ class RankStage:
         keep, entries = _matching(keep, lambda entry: choose_kept(names, [entry]))
         self.entries |= entries
         try:
-            # Blocks are groups as they are: what each saves exists for each microbatch, so they need not be divided.
-            chosen, kept, searching = find_groups(names, layers, keep, by_blocks=True)
+            chosen, kept = find_groups(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
         plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
-        if searching:
-            plans.learn([GroupKey(k) for k, group in enumerate(chosen) if group.kind == BLOCK])
         state = ModelState(followed_modules(module, chosen, kept), plans, conductor.engine)
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
         self.steering = StageSteering(self.index, conductor, state, policies)
-        self.handle = OffloadHandle(state, self.steering, finder=Finder(state) if searching else None)
+        self.handle = OffloadHandle(state, self.steering)
 
 
 def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:

@@ -51,9 +51,9 @@ Advice = tuple[int, str]  # the bytes that a sentence is about, and the sentence
 
 def advise(report: Report) -> tuple[str, ...]:
     """Return what to change, one sentence each, about the most bytes first."""
-    if not any(group.calls for group in report.groups):
+    if not any(group.calls for group in report.groups) or not report.computed_bytes:
         passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
-        run = f"No group has run in {passes} with a graph since the statistics began"
+        run = f"No group has run with a graph in {passes} since the statistics began"
         called = "groups are modules whose forward is called"
         return (f"{run}: {called}, and of which a parameter or an input requires a gradient.",)
     found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]

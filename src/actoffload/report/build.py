@@ -57,7 +57,6 @@ class PassStatistics:
     outside: Amounts | None = None  # kept outside of the groups
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
     partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
-    because: str = ""  # this pass did what it did, where that is not what the plan says
 
     @staticmethod
     def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
@@ -177,8 +176,8 @@ class PassLog:
             self.take(replace(latest, groups=tuple(groups), partly=True))
             self.full = self.latest
 
-    def take(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None, *, newest: bool = True) -> None:
-        """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
+    def take(self, latest: PassStatistics, *, newest: bool = True) -> None:
+        """Take the statistics of a pass."""
         is_full = self._is_full(latest)
         if not newest:
             if self.recording is not None and self.records:
@@ -190,7 +189,7 @@ class PassLog:
         if is_full:
             self.full = latest
         if self.recording is not None and self.records:
-            self.recording.note(latest, followed)
+            self.recording.note(latest)
 
     def reset(self) -> None:
         """Compare the passes from here on with each other, and not with earlier ones."""
@@ -237,7 +236,6 @@ class Recording:
     modules: Callable[[], Mapping[Module, str]] = dict  # the modules of a model with their names
     open: bool = True
     passes: int = 0
-    finding: bool = False  # other modules than the groups were followed in one of the passes
     outside: dict[str, int] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
@@ -250,13 +248,10 @@ class Recording:
         """Return the name of a group by its position in the pass."""
         return self.names[layer] if layer < len(self.names) else f"group {layer}"
 
-    def note(self, latest: PassStatistics, followed: Sequence[GroupKey] | None = None) -> None:
+    def note(self, latest: PassStatistics) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
-        names = self.names_of(latest.sequence if followed is None else followed)
-        self.finding |= names != self.names_of(latest.sequence)
-        # Layers of the timeline are numbered by pass: in the pass that found the groups there are others.
-        self.names = names if self.passes == 1 or not self.finding else ()
+        self.names = self.names_of(latest.sequence)
         modules, outside = self.modules(), Counter[str]()
         for nbytes, saver in latest.saved_outside:
             if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name

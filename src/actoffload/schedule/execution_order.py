@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
@@ -140,43 +140,6 @@ class Roles:
         """
         calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
         return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
-
-    @staticmethod
-    def offload_all() -> Roles:
-        """Return roles for any number of layers, each of which leaves when its forward has ended.
-
-        For a pass whose layers are not known before.  Each is reloaded right before its backward.
-        """
-        return Roles(
-            Plan(1),
-            stay=frozenset((OUTSIDE,)),
-            last_leaving=OUTSIDE - 1,
-            reached=frozenset(),
-            planned=True,
-            actions=_EveryLayer(),
-        )
-
-
-class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
-    """The actions of `Roles.offload_all`, for any number of layers."""
-
-    def __getitem__(self, event: tuple[str, int]) -> tuple[Action, ...]:
-        name, layer = event
-        if name == When.FORWARD_START.name:
-            return (Action(Do.OFFLOAD, layer),)
-        if name == When.FORWARD_END.name:
-            return (Action(Do.RELEASE, layer),)
-        if name == When.BACKWARD_START.name:  # of the last layer, which nothing runs behind
-            return (Action(Do.RELOAD, layer),)
-        if name == When.BACKWARD_END.name and layer:
-            return (Action(Do.RELOAD, layer - 1),)
-        raise KeyError(event)
-
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _freed_in_forward(plan: Plan) -> frozenset[int]:

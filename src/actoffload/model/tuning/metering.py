@@ -81,6 +81,7 @@ class TimedPass:
         self.adopted = 0  # bytes saved between the groups and offloaded with one
         self.shared = 0  # bytes that many groups save
         self.waiting = 0  # earlier passes whose backward is still to come
+        self.graphless = frozenset[int]()  # groups that ran and saved nothing, as they are frozen
         self.refused = 0  # saved tensors for which there was no host memory
         self._refused_before = counters.kept(Reason.HOST_FULL)
         self.peak = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
@@ -119,6 +120,9 @@ class TimedPass:
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
+        self.graphless = frozenset(
+            key.group for key, layer in zip(sequence, done.layers, strict=False) if layer.no_graph
+        )
         self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
         living = {storage for layer in done.layers for storage in layer.living()}
         self.shared = sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)

@@ -104,6 +104,7 @@ class Script:
         kinds, seen = Counter(map(kind_of, ran.values())), {key.group for key in traced[-1].sequence}
         compiled = {k: group for k, group in ran.items() if group.is_compiled}
         known = {k for k, group in compiled.items() if k in seen or kinds[kind_of(group)] > 1}
+        known |= traced[-1].graphless  # [guard: groups that are frozen]
         known.update(*(timed.operators.groups for timed in traced if timed.operators is not None))
         return not known >= ran.keys() & self._policies.keys()
 

@@ -1,0 +1,256 @@
+"""The groups of a model without ``layers``: its repeated blocks, and the modules beside them.
+
+[Note: blocks, stages and parts]
+A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two composite children of one type.  Lists
+are nested, and the question is at which depth the blocks are.  Lists inside a block are its parts: experts, heads,
+branches.  Lists inside a *stage* hold the blocks, and the list of stages only holds them: Swin, ConvNeXt.
+
+Blocks are copies of each other, so two of them have parameters of the same shapes.  Stages differ in width or depth.
+The search goes from the outside in.  It takes the first list that it meets and does not search its blocks.  If no two
+of the members are alike, and most of them hold a list themselves, they are stages: then the search goes on inside each
+that holds a list, and what lies between, such as a convolution that halves the resolution, is a block of its own.
+
+Where nothing composite repeats, a ``ModuleList`` or ``ModuleDict`` of a single composite module counts, as the stage of
+a pipeline may have one of many blocks; and without these, one of leaves.
+
+[Note: modules beside the blocks]
+What a module saves is not known before the first forward, so leaves are counted: modules without children.
+
+- If all blocks of a type have the same width, and four of five leaves are in blocks, the blocks are all groups: the
+  embedding, the last norm and the head of a transformer save less than one block.
+- Otherwise the modules beside the blocks are groups, too: where widths differ, resolutions do, and the stem of a ResNet
+  may save as much as all of its blocks.  Each is the outermost module that has no block inside and at most one eighth
+  of all leaves; a larger one is divided into its children.  So a model without repeated blocks has groups.
+- Modules without parameters count: activations and pooling save their inputs, outputs or indices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+
+from torch.jit import ScriptModule
+from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, is_compiled, registered
+
+__all__ = [
+    "BLOCK",
+    "CONTAINERS",
+    "MODULE",
+    "block_type",
+    "children",
+    "default_groups",
+    "find_stacks",
+    "inner_name",
+    "runs",
+    "unwrap",
+]
+
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
+
+
+# Modules and wrappers
+
+
+def inner_name(module: Module) -> str | None:
+    """Return the attribute under which a wrapper holds its module; None for what is no wrapper.
+
+    Wrappers are those of data parallelism, ``torch.compile``, activation checkpointing and the older FSDP.
+    """
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return "module"
+    return next((name for name in WRAPPED_AS if registered(module)[2].get(name) is not None), None)
+
+
+def with_wrapped(module: Module) -> Iterator[Module]:
+    """Yield a module and, if it is a wrapper, what it wraps."""
+    yield module
+    while (name := inner_name(module)) is not None:
+        module = module.get_submodule(name)
+        yield module
+
+
+def unwrap(module: Module) -> Module:
+    """Return the module inside of all wrappers."""
+    *_, inner = with_wrapped(module)
+    return inner
+
+
+def block_type(module: Module) -> type:
+    """Return the class that a module was created with: without wrappers, sharding and parametrizations."""
+    kind: type = type(unwrap(module))
+    while True:
+        *others, base = kind.__bases__
+        sharded = len(others) == 1 and others[0].__name__ in SHARDED
+        if not (sharded or kind.__name__ == f"Parametrized{base.__name__}"):
+            return kind
+        kind = base
+
+
+def children(module: Module) -> list[Module]:
+    """Return the children in registration order, without parametrizations; one may be there twice."""
+    return [child for name, child in registered(module)[2].items() if child is not None and name != PARAMETRIZATIONS]
+
+
+def runs(module: Module) -> bool:
+    """Return whether a module has a forward; a ``ModuleList`` has none and is never called."""
+    return getattr(module.forward, "__func__", None) is not Module.forward  # a compiled module sets one on itself
+
+
+def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """Return the names and shapes of the parameters of a module; None is the shape of a lazy one."""
+    return tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
+
+
+# Repeated blocks
+
+
+_SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
+
+
+def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
+    """Return the lists of repeated blocks of a model, each block once; see [Note: blocks, stages and parts]."""
+    for leaves, least in ((False, 2), (False, 1), (True, 2)):
+        if stacks := _Search(root, leaves=leaves, least=least).stacks:
+            return tuple(stacks)
+    return ()
+
+
+class _Search:
+    """A search for lists of composite modules, or of leaves with parameters, with at least some of one type."""
+
+    def __init__(self, root: Module, *, leaves: bool, least: int) -> None:
+        self._leaves, self._least = leaves, least
+        self._visited: set[Module] = set()
+        self._lists = {module: self._members(module) for module in root.modules()}
+        # Types of which two in one list are copies of each other; what one Sequential holds says nothing of another.
+        lists = [_most_frequent(members) for members in self._lists.values() if members]
+        self._alike = {
+            block_type(each[0]) for each in lists if block_type(each[0]) is not Sequential and _two_alike(each)
+        }
+        self.stacks: list[tuple[Module, ...]] = []
+        self._visit(root)
+
+    def _visit(self, module: Module) -> None:
+        if module in self._visited:
+            return
+        self._visited.add(module)
+        members = self._lists[module]
+        blocks = [each for each in members if runs(each)]
+        if blocks and self._are_stages(members):  # [guard: stages, which are no blocks]
+            blocks = [each for each in blocks if not self._holds_list(each)]
+        if blocks:
+            self.stacks.append(tuple(dict.fromkeys(blocks)))
+        for child in children(module):
+            if child not in blocks and not self._is_only_block(module, child):
+                self._visit(child)
+
+    def _members(self, module: Module) -> list[Module]:
+        """Return the children that make a module a list; none if it is not one."""
+        lists = CONTAINERS if self._least > 1 and not self._leaves else (ModuleList, ModuleDict)
+        fit = [child for child in children(module) if self._fits(child)] if isinstance(module, lists) else []
+        types = [block_type(child) for child in fit]
+        number = Counter(types)
+        most = max(number.values(), default=0)
+        if most < self._least:
+            return []
+        if not isinstance(module, Sequential):  # [guard: mixed types in one list]
+            return fit  # types mixed in one list make a hybrid stack
+        # A Sequential also holds what lies before and behind: blocks are what repeats, and what lies between.  A stem
+        # and a head of one type are a pair, and no blocks.
+        places = [place for place, kind in enumerate(types) if number[kind] >= min(3, most)]
+        return fit[places[0] : places[-1] + 1]
+
+    def _fits(self, child: Module) -> bool:
+        inner = unwrap(child)
+        return bool(children(inner)) is not self._leaves and any(True for _ in inner.parameters())
+
+    def _are_stages(self, members: list[Module]) -> bool:
+        most = _most_frequent(members)
+        kind = block_type(most[0])
+        if kind in self._alike or (kind is Sequential and _two_alike(most)):
+            return False
+        return 2 * sum(map(self._holds_list, most)) > len(most)
+
+    def _holds_list(self, module: Module) -> bool:
+        """Return whether a module is a list, or holds one or two directly."""
+        inner = unwrap(module)
+        if self._lists[inner]:
+            return True
+        held = [each for each in map(unwrap, children(inner)) if self._lists[each]]
+        return 0 < len(held) <= _SIDE_BY_SIDE
+
+    def _is_only_block(self, module: Module, child: Module) -> bool:
+        """Return whether a list holds this one block: then lists below it are its parts and no blocks."""
+        alone = isinstance(module, CONTAINERS) and not isinstance(module, Sequential) and len(module) == 1
+        return alone and self._fits(child) and runs(unwrap(child)) and not self._holds_list(child)
+
+
+def _most_frequent(modules: list[Module]) -> list[Module]:
+    """Return the modules of the most frequent type."""
+    ((kind, _),) = Counter(map(block_type, modules)).most_common(1)
+    return [each for each in modules if block_type(each) is kind]
+
+
+def _two_alike(modules: Iterable[Module]) -> bool:
+    """Return whether two of these have parameters of the same names and shapes, or are the same."""
+    found = list(map(shapes, modules))
+    return len(set(found)) < len(found)  # [guard: blocks that are alike -> False]
+
+
+# The groups
+
+BLOCK, MODULE = "layer", "module"  # kinds of groups: a repeated block, and a module beside the blocks
+
+_ENOUGH = 0.8  # share of all leaves that blocks have if they are all groups
+_LARGEST = 8  # a module beside the blocks has at most this part of all leaves
+
+
+def default_groups(
+    root: Module, stacks: Iterable[Iterable[Module]], kept: Iterable[Module] = (), named: Collection[Module] = ()
+) -> Iterator[tuple[Module, str]]:
+    """Yield the groups of a model without ``layers``, each with its kind: `BLOCK`, or `MODULE` beside the blocks.
+
+    Modules that are `kept`, and those inside of them, are none.  Modules that are `named` are groups in any case:
+    nothing beside the blocks contains them or lies inside of them.
+    """
+    left_out = {inner for module in kept for inner in module.modules()}
+    blocks = {block for stack in stacks for block in stack} - left_out
+    largest, in_blocks = len(_leaves([root])) / _LARGEST, len(_leaves(blocks))
+    only_blocks = _same_width(blocks) and in_blocks >= _ENOUGH * _LARGEST * largest
+    chosen, visited = {*blocks, *named, *left_out}, set[Module]()
+    pending = [(root, not only_blocks)]
+    while pending:
+        module, beside = pending.pop()
+        scripted = any(isinstance(each, ScriptModule) for each in with_wrapped(module))
+        if module in visited or module in left_out or scripted:  # [guard: kept modules]
+            continue
+        visited.add(module)
+        if module in blocks:
+            yield module, BLOCK
+            continue
+        compiled, inside = any(map(is_compiled, with_wrapped(module))), children(unwrap(module))
+        holds_chosen = not chosen.isdisjoint({*module.modules()} - {module})
+        large = bool(inside) and not compiled and len(_leaves([module])) > largest
+        if module is root or module in named or holds_chosen or large or not runs(module):
+            beside = beside and not compiled and module not in named  # [guard: modules in compiled code]
+            pending += ((child, beside) for child in inside)
+        elif beside:
+            yield module, MODULE
+
+
+def _leaves(modules: Iterable[Module]) -> set[Module]:
+    """Return the modules without children inside of others."""
+    return {inner for module in modules for inner in module.modules() if not children(inner)}
+
+
+def _same_width(blocks: Iterable[Module]) -> bool:
+    """Return whether parameters of one name have the same shape in all blocks of a type."""
+    found = defaultdict[tuple[type, str], set[object]](set)
+    for block in blocks:
+        for name, shape in shapes(block):
+            found[block_type(block), name].add(shape)
+    return all(len(each) == 1 for each in found.values())
