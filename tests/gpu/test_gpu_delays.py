@@ -1,5 +1,7 @@
 """Random delays on every stream change no bit of the gradients; with one wait removed they do."""
 
+from __future__ import annotations
+
 import random
 import warnings
 from collections.abc import Callable, Iterator

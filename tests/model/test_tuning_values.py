@@ -1,5 +1,7 @@
 """No bit changes on the adversarial device: the measured default in every stage, and random models."""
 
+from __future__ import annotations
+
 import copy
 from collections import Counter
 from collections.abc import Iterator
