@@ -18,6 +18,7 @@ from whole_model import (
     Transformer,
     Wave,
     Waves,
+    agrees,
     data,
     offload,
     reported,
@@ -27,7 +28,7 @@ from whole_model import (
 
 import actoffload
 from actoffload.report import Holder, Reason
-from actoffload.schedule import Kind
+from actoffload.schedule import Action, Do, Event, Kind, Plan, When
 
 # Numbers
 
@@ -130,6 +131,22 @@ def test_a_layer_that_is_called_often_is_one_line():
     assert str(report).count(" 4 of 6 ") == 3, "of the group, in total and in the advice"
     assert (group.bytes_offloaded, group.bytes_reloaded, group.bytes_not_freed) == (8 * UNIT, 8 * UNIT, 0)
     assert report.r == 1.0
+
+
+def test_what_a_kept_group_saved_before_is_not_copied_in_vain():
+    """The output of each block is saved by it and, as an input, by the next one, of which the plan offloads two."""
+    steps = {
+        Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
+        Event(When.FORWARD_START, 2): (Action(Do.RELEASE, 0), Action(Do.OFFLOAD, 2)),
+        Event(When.FORWARD_START, 4): (Action(Do.RELEASE, 2),),
+        Event(When.BACKWARD_START, 3): (Action(Do.RELOAD, 2),),
+        Event(When.BACKWARD_START, 1): (Action(Do.RELOAD, 0),),
+    }
+    plan = Plan(6, steps, names=tuple(f"blocks.{k}" for k in range(6)))
+    _, statistics = agrees(Inside(6, Tanh), lambda model, x: model(x.requires_grad_()), steps=1, plan=plan)
+    # The input and the output of the first block, and the output of the third, whose input the second one keeps.
+    assert statistics.bytes_offloaded == 3 * UNIT
+    assert statistics.bytes_kept[Reason.SHARED] == 3 * UNIT
 
 
 def test_groups_that_did_not_run_are_named():

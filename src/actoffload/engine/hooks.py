@@ -114,8 +114,9 @@ class Packer:
         self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
         self._small = layer.small
         self._smallest = limit.surely
-        # After the last offloaded layer storages need not be followed, unless every step is recorded.
-        self._stays_whole = index > roles.last_leaving and owner.settled and not engine.follows_all
+        # What a kept layer saves need not be followed, unless the plan may change or every step is recorded.
+        kept = index > roles.last_leaving or (roles.planned and index in roles.stay)
+        self._stays_whole = kept and owner.settled and not engine.follows_all
         # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
         self._as_saved = layer.eager and roles.planned and index not in roles.stay
         self._aside = None
@@ -166,6 +167,9 @@ class Packer:
                 return saved
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is None:
+                resident = self._registry.held_by_kept(self._layer, tensor)
+                if resident is not None:  # [guard: copy of what a kept layer holds]
+                    return keep(tensor, self._token, (resident,))
                 return self._save(tensor, place)
         if reason is None:
             if self._stays_whole:
@@ -247,6 +251,14 @@ class StorageRegistry:
                 layer.residents.append(ref)
         return resident
 
+    def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
+        """Return the record of a storage of an offloaded layer that a kept one holds: a copy frees nothing."""
+        resident = self.resident_at(address(tensor.untyped_storage()))
+        if resident is not None:
+            layer.residents.append(weakref.ref(resident))
+            self._counters.keep(Reason.SHARED, resident.nbytes)
+        return resident
+
     def save_as_before(
         self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
     ) -> SavedStorage | Moved | None:
@@ -262,7 +274,7 @@ class StorageRegistry:
                 self._queue_waiting(layer)
         memory = tensor.untyped_storage()
         key = address(memory)
-        if (kept and key in kept) or (finals and key in finals):
+        if (kept and key in kept) or (finals and key in finals) or key in self._residents:
             return None
         ref = self.storages.get(key)
         storage = None if ref is None else ref()

@@ -12,7 +12,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -286,10 +286,13 @@ def _on_device(owner: Pass) -> int:
     return saved
 
 
-def saved_in(layers: Iterable[Layer]) -> list[tuple[tuple[int, int], ...]]:
-    """Return for each layer the place and the bytes of what counts in it; what is kept on the device is at `KEPT`."""
+def saved_in(layers: Sequence[Layer]) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each layer the place and the bytes of what counts in it; what is kept on the device is at `KEPT`.
+
+    What several layers save counts in the last of them.
+    """
     counted, found = set[object](), []
-    for layer in layers:
+    for layer in reversed(layers):
         residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
         counted.update(residents)
         own = [
@@ -298,7 +301,7 @@ def saved_in(layers: Iterable[Layer]) -> list[tuple[tuple[int, int], ...]]:
             if (storage := ref()) is not None and _counts_in(storage, layer)
         ]
         found.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
-    return found
+    return found[::-1]
 
 
 def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
