@@ -4,6 +4,7 @@ import warnings
 from itertools import pairwise
 
 import pytest
+import torch
 from timed_device import RotaryModel, Timed, TimedModel, offload, seconds, step
 from torch import nn
 
@@ -37,6 +38,21 @@ def budgets(link: float) -> tuple[int, list[int]]:
     assert first <= max(others) + MIB, "a proof takes one tensor more"
     handle.remove()
     return without, [first + (without - first) * k // 9 for k in range(10)]
+
+
+@pytest.mark.parametrize("part", [1.03, 1.5, 2.0])
+def test_a_compiled_group_is_measured_as_it_is_where_there_is_room(part):
+    """What it saves lies on the device in any pass, for a time where it runs again: that is the smallest peak here."""
+    device = Timed(1e9, 1e9, memory=2**40)
+    model = TimedModel(device, nbytes=4 * MIB)
+    for block in model.blocks:
+        block.forward = torch._dynamo.disable(block.forward)
+        block.compile(backend="eager")
+    budget = round(part * 4 * MIB)
+    handle = offload(model, device, memory_budget=budget)
+    assert max(peaks(model, device, 10)) <= budget
+    assert not handle.settling
+    assert bool(handle.plan.recomputed) == (part < 1.5)
 
 
 @pytest.mark.parametrize("paused", [3, 4])

@@ -254,7 +254,7 @@ class Stopping(nn.Sequential):
 
 
 def test_exceptions_while_steps_are_measured():
-    """The steps that recompute come later then; groups are recomputed all the same."""
+    """They are measured later then."""
 
     def stage(device: Timed) -> nn.Module:
         return Stopping(*timed(device))
@@ -353,7 +353,7 @@ def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
         if not handle.settling:
             break
     step(schedule, device)
-    assert len(seconds) == 8 + 1  # two with and two without recomputation, two of each plan; the next one has the plan
+    assert len(seconds) == 6 + 1  # two that replay everything, two of each plan; the next one has the plan
     assert any(tried)
     assert not handle.plan.transfers
     assert handle.plan.saves == {0: (None, (), (), ())}  # the first group saves nothing

@@ -1,59 +1,41 @@
 """The first steps of a schedule on one rank: what is measured in them, and what they showed.
 
-`[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
-everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
-That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
-time is measured, the second step is the same, for the times, and for the rates of copies with all ranks copying.
+`[Note: the first steps of a schedule]`  They are the first passes of a model, see `script` [Note: the first passes].
+Nothing is known before the first step, and it must fit where any plan does.  So every group is replayed in backward, if
+it may be, and what it needs for that is offloaded, freed where the group ends, and reloaded when its backward begins.
+That step shows the order of the computations, and proves and times the operators of the groups.  Where time is
+measured, the second step runs in the same way without proofs, for the times, the memory, and the rates of copies with
+all ranks copying.
 
-If everything fits in all ranks, the third step keeps everything, and nothing is followed from then on.  Otherwise,
-where groups may be recomputed, two more steps recompute and offload everything: the first proves the programs of the
-groups and times their operators, the second is measured.  Then plans are tried: see `planning` [Note: trial of the
-plans].  The first step with a plan takes host memory, the next one is timed.
+Then plans are tried: see `planning` [Note: trial of the plans].  The first step with a plan takes host memory, the next
+one is timed.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
-from ..planner import OperatorCost, Variant, replay_ways
-from ..planner.variants import within
-from ..replay import policy_for, saving
-from ..schedule.costs import LayerCost, Link
+from ..model.tuning.metering import Stage
+from ..model.tuning.script import representatives, ways_of
+from ..planner import Variant
+from ..replay import everything, saving
+from ..schedule.costs import Link
 from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
-from ..tune.costs import kept_outputs, measured_link, stage_cost
+from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost
 from ..tune.meter import Standing, StepMeter
 from .conductor import Conductor
-from .planning import (
-    Limits,
-    Measured,
-    PipelineRanks,
-    Plans,
-    Tried,
-    act,
-    agreed,
-    keep_best,
-    plans_of,
-)
+from .planning import Limits, Measured, PipelineRanks, Plans, Tried, agreed, keep_best, plans_of
 from .stages import RankStage, has_grown
 
-__all__ = ["FirstSteps", "Script", "Stage"]
+__all__ = ["FirstSteps", "Script"]
 
-TRIES = 2  # to measure recomputation, where a rank ran other groups in the first time
-
-
-class Stage(enum.Enum):
-    """What a step is for."""
-
-    FIRST = "the first one of its kind, which is not measured"
-    LEAN = "everything is offloaded; its groups, copies and memory are measured"
-    PLAN = "a plan is followed; the whole step is timed"
+TRACES = 2  # steps in which groups are traced
 
 
 Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
@@ -74,12 +56,11 @@ class FirstSteps:
         self._timed: StepMeter | None = None  # of the latest step with a plan
         self._meter: StepMeter | None = None  # of the present step
         self._stage = Stage.FIRST
-        self.other_bytes = 0  # of device memory in the whole step, beside what stages have
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
-        self._plain: Measured | None = None  # what was measured without recomputation
-        self._operators: dict[int, OperatorTimes] = {}  # by stage: of its groups
-        self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
-        self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
+        self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
+        self._sizes: dict[int, dict[int, list[int]]] = {}  # by stage and group: bytes that it saves if it is replayed
+        # By stage: what it costs without replay, and the ways to run its groups, by name.
+        self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self._peak = 0  # bytes of device memory in the latest step with a plan
 
@@ -88,52 +69,62 @@ class FirstSteps:
 
         See [Note: the first steps of a schedule] and [Note: trial of the plans].
         """
-        limits, timed = self._limits, self._backend.times
-        yield from self._measure(Stage.FIRST, *((Stage.LEAN,) if timed else ()))
-        plans = plans_of(self.known, limits)
+        timed, traces = self._backend.times, 1
+        yield Stage.FIRST, ()
+        if timed:
+            yield Stage.LEAN, ()
+        while True:
+            traced = not timed or traces == TRACES or self._traced
+            found = agreed(self._exchange.gather(self.measured() if traced else None))
+            if found is not None:
+                break
+            traces += not traced
+            self._lean = self._lean if traced else None  # it was measured in other groups
+            yield (Stage.LEAN if timed and traced else Stage.FIRST), ()
+        self.known = found
+        plans = plans_of(found, self._limits)
         if not timed:
             return plans
-        if limits.may_recompute and act(plans_of(self.known, Limits())):  # not everything fits
-            for _ in range(TRIES):
-                self._recompute()
-                yield from self._measure(Stage.FIRST, Stage.LEAN)
-                if all(each.again is not None for each in self.known):
-                    break
-                self._plain = None  # of other groups than those that ran
-                for stage in self._stages:
-                    stage.steering.recompute({})
-                yield from self._measure(Stage.LEAN)
-            plans = plans_of(self.known, limits)
-        return (yield from keep_best(plans, self.known, limits, self._try))
-
-    def _measure(self, *stages: Stage) -> Generator[tuple[Stage, Plans], None, None]:
-        """Yield steps until all ranks have measured a whole one."""
-        yield from ((stage, ()) for stage in stages)
-        while (found := agreed(self._exchange.gather(self.measured()))) is None:
-            yield stages[-1], ()
-        self.known = found
+        return (yield from keep_best(plans, found, self._limits, self._try))
 
     @property
-    def mine(self) -> Measured:
-        """What this rank knew when all of them planned."""
-        return next(each for each in self.known if each.rank == self._rank)
+    def _traced(self) -> bool:
+        """Whether the operators of all groups are known that are replayed."""
+        return not self._limits.may_recompute or all(
+            group.is_compiled or group.group in self._operators[stage.index].groups
+            for stage in self._stages
+            for group in stage.steering.groups
+            if group.group in stage.steering.replayed
+        )
 
     def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
         """Yield steps with some plans until one was timed in all ranks; return what they saw."""
         self._timed = None
-        yield (Stage.FIRST if act(plans) else Stage.PLAN), plans
-        if act(plans):
+        idle = all(plan.idle for plan in plans)
+        yield (Stage.PLAN if idle else Stage.FIRST), plans
+        if not idle:
             yield Stage.PLAN, ()
         while True:
-            gathered = self._exchange.gather(self._tried())
-            found = [each for ranks in gathered for each in ranks if each is not None]
-            if len(found) == sum(map(len, gathered)):
-                return found
+            found = [each for ranks in self._exchange.gather(self._tried()) for each in ranks]
+            known = [each for each in found if each is not None]
+            if len(known) == len(found):
+                return known
             yield Stage.PLAN, ()
+
+    def _tried(self) -> Tried | None:
+        """Return what the latest step with a plan showed; None if there was none."""
+        if self._timed is None:
+            return None
+        self._timed.wait()
+        return Tried(self._timed.seconds(), self._peak)
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
         self._stage = stage
+        for each in self._stages:
+            traces = stage is Stage.FIRST and self._limits.may_recompute and not self.known
+            # A step in which operators are timed takes longer.
+            each.steering.operators = self._operators[each.index] if traces else None
         if not self._backend.times:
             return
         self._backend.allocated()  # resets the peak
@@ -146,7 +137,8 @@ class FirstSteps:
                 engine.counters.reset()
             standing = dict[int, Standing]()
             for each in self._stages:
-                each.steering.operators = None  # a step in which operators are timed takes longer
+                if self._limits.may_recompute:
+                    self._run_as_they_are(each)
                 self._gradients[each.index] = each.steering.gradients
                 boundary, output = kept_outputs(each.index, self._conductor.learned)
                 boundary += each.steering.outside
@@ -154,6 +146,15 @@ class FirstSteps:
             self._meter = StepMeter(self._backend, engine.counters, standing)
             engine.record(self._meter)
             self._conductor.watching = self._meter.note
+
+    def _run_as_they_are(self, stage: RankStage) -> None:
+        """Do not replay a compiled group of each kind in the next steps; see `script` [Note: the first passes]."""
+        steering, chosen = stage.steering, representatives(stage.steering.groups)
+        if chosen and steering.known:
+            saved = zip(steering.groups, steering.saved, strict=True)
+            self._sizes[stage.index] = {each.group: [nbytes for _, nbytes in group] for each, group in saved}
+            names = zip(steering.names, steering.groups, strict=True)
+            steering.recompute({name: everything for name, group in names if group.group not in chosen})
 
     def end(self, *, failed: bool) -> None:
         """End a step."""
@@ -164,78 +165,88 @@ class FirstSteps:
         meter.end()
         if engine.recorder is meter:
             engine.record(None)
-        if failed:
-            return
-        if self._stage is Stage.PLAN:
+        if not failed and self._stage is Stage.PLAN:
             self._timed, self._peak = meter, (self._backend.allocated() or (0, 0))[1]
-            return
-        self._lean = meter
-        # With recomputation it has what stays for a weight backward, which the costs have, too.
-        self.other_bytes = meter.other_bytes if self._plain is None else self.other_bytes
+        elif not failed:
+            self._lean = meter
 
-    def _tried(self) -> Tried | None:
-        """Return what the latest step with a plan showed; None if there was none."""
-        if self._timed is None:
-            return None
-        self._timed.wait()
-        return Tried(self._timed.seconds(), self._peak)
-
-    def limit(self) -> int | None:
+    def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
         limit = self._backend.memory_limit()
         if limit is not None:
-            groups = (group for stage in self._stages for group in stage.steering.saved)
-            limit = usable(limit, max((nbytes for group in groups for _, nbytes in group), default=0))
+            saved = (each.nbytes for cost in costs.values() for group in cost.groups for each in group.saved)
+            limit = usable(limit, max(saved, default=0))
         return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
 
     def measured(self, plan: PipelinePlan | None = None) -> Measured | None:
         """Return what this rank knows; None if no whole step was seen.
 
-        With recomputation the groups save what their ways saved when these were measured.  Where one saves more than in
-        the `plan` that is followed, all groups of its stage do: what those that are recomputed would save is not seen.
+        Later, with the `plan` that is followed, groups save what their ways saved when these were measured.  Where one
+        saves more than in the plan, all groups of its stage do: what replayed ones save otherwise is not seen.
         """
-        learned = self._conductor.learned
-        if not learned.order or not self._known:
+        learned, link = self._conductor.learned, self._link()
+        if not learned.order or link is None or not all(stage.steering.known for stage in self._stages):
             return None
         names = {stage.index: stage.steering.names for stage in self._stages}
-        link = self._link()
-        if link is None:
-            return None
-        found = {}
-        for k, stage in enumerate(self._stages):
-            other, steering = 0 if k else self.other_bytes, stage.steering
-            gradients = self._gradients.get(stage.index, ())
-            gradients = gradients if len(gradients) == len(steering.saved) else ()
-            found[stage.index] = stage_cost(
-                stage.index, steering.saved, learned, steering.outside, other, gradients, self._lean
-            )
-        mine = Measured(self._rank, learned.order, names, found, link, self.limit())
-        if self._plain is None or any(
-            not set(names[stage]) <= set(before) for stage, before in self._plain.names.items()
-        ):
-            return mine
-        if self._again is None:
-            if self._plain.names != names:
-                return mine
-            self._again = self._variants(mine)
+        costs = {stage.index: self._cost(stage) for stage in self._stages}
+        if plan is None and self._limits.may_recompute:
+            self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self._stages}
+        if not all(set(names[stage]) <= set(known) for stage, (_, known) in self._measured.items()):
+            return Measured(self._rank, learned.order, names, costs, link, self._limit(costs))
         if plan is not None:
             self._grow(plan)
-        costs, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
-        for index, cost in self._plain.costs.items():  # of the groups that run now
-            at = [self._plain.names[index].index(name) for name in names[index]]
-            growth = self._growth.get(index, 1.0)
-            again[index] = [tuple(_larger(way, growth) for way in self._again[index][k]) for k in at]
-            groups = tuple(ways[0].cost for ways in again[index])
-            halves = zip((cost.splits[k] for k in at if cost.splits), groups, strict=False)
-            kept = ((half, min(math.ceil(half.kept * growth), group.nbytes)) for half, group in halves)
-            costs[index] = replace(
-                found[index],
+        ways = dict[int, list[tuple[Variant, ...]]]()
+        for stage, (before, known) in self._measured.items():  # of the groups that run now
+            growth, at = self._growth.get(stage, 1.0), [[*known].index(name) for name in names[stage]]
+            ways[stage] = [tuple(_larger(way, growth) for way in known[name]) for name in names[stage]]
+            groups = tuple(group[0].cost for group in ways[stage])
+            halves = zip((before.splits[k] for k in at if before.splits), groups, strict=False)
+            kept = (replace(half, kept=min(math.ceil(half.kept * growth), group.nbytes)) for half, group in halves)
+            costs[stage] = replace(
+                costs[stage],
                 groups=groups,
-                splits=tuple(replace(half, kept=nbytes) for half, nbytes in kept),
-                gradient_bytes=tuple(cost.gradient_bytes[k] for k in at) if cost.gradient_bytes else (),
-                other_bytes=cost.other_bytes,
+                splits=tuple(kept),
+                gradient_bytes=tuple(before.gradient_bytes[k] for k in at) if before.gradient_bytes else (),
             )
-        return replace(self._plain, order=learned.order, names=names, costs=costs, again=again)
+        return Measured(self._rank, learned.order, names, costs, link, self._limit(costs), ways or None)
+
+    def _cost(self, stage: RankStage) -> StageCost:
+        """Return what a stage costs as its groups run now."""
+        steering, learned, lean = stage.steering, self._conductor.learned, self._lean
+        gradients = self._gradients.get(stage.index, ())
+        gradients = gradients if len(gradients) == len(steering.saved) else ()
+        other = lean.other_bytes if lean is not None and stage is self._stages[0] else 0
+        return stage_cost(stage.index, steering.saved, learned, steering.outside, other, gradients, lean)
+
+    def _with_ways(self, stage: RankStage, cost: StageCost) -> tuple[StageCost, dict[str, tuple[Variant, ...]]]:
+        """Return what a stage costs without replay, and the ways to run each of its groups, by name.
+
+        Backward comes to a replayed group with all that it saves, from which it replays.  The weight backward of a
+        split backward reads what it reads where all is replayed, and of what is made then as much as has stayed for it;
+        where a way saves more, it may read all of that.
+        """
+        operators, groups = self._operators[stage.index].costs(), stage.steering.groups
+        among, sizes = {group.group for group in groups}, self._sizes.get(stage.index, {})
+        replayed, batch = stage.steering.replayed, self._backend.batch
+        found = ways_of(groups, cost.groups, among, replayed, operators, sizes, batch)
+        ways, splits = list[tuple[Variant, ...]](), list[SplitCost]()
+        pairs = list(zip(cost.groups, found, strict=True))
+        made = sum(own.cost.nbytes - whole.nbytes for whole, (own, *_) in pairs)
+        stayed = made if self._lean is None else self._lean.half_bytes.get(stage.index, made)
+        for k, (whole, (own, *others)) in enumerate(pairs):
+            split = cost.splits[k] if cost.splits else None
+            if split is not None:
+                kept = split.kept + math.ceil((own.cost.nbytes - whole.nbytes) * min(stayed / max(made, 1), 1.0))
+                seconds = split.input_seconds - max(whole.backward - own.cost.backward, 0.0)
+                splits.append(replace(split, input_seconds=max(seconds, 0.0), kept=kept))
+            again = list[Variant]()
+            for way in others:
+                saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+                read = None if split is None else max(split.kept + way.cost.nbytes - whole.nbytes, 0)
+                again.append(replace(way, cost=replace(way.cost, saved=saved), read_again=read))
+            ways.append((own, *again))
+        plain = replace(cost, groups=tuple(group[0].cost for group in ways), splits=tuple(splits))
+        return plain, dict(zip(stage.steering.names, ways, strict=True))
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Count by how much groups save more than in a plan."""
@@ -246,51 +257,15 @@ class FirstSteps:
             factors = (now / planned for now, planned in sizes if planned)
             self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
 
-    def _recompute(self) -> None:
-        """Recompute everything in the next steps, and time the operators."""
-        self._plain = self.mine
-        learned = self._conductor.learned
-        self._used, learned.used = learned.used, {}
-        for stage in self._stages:
-            stage.steering.recompute(dict.fromkeys(stage.steering.names, policy_for(True)))
-            self._operators[stage.index] = stage.steering.operators = OperatorTimes(self._backend)
-
     def settle(self, plan: PipelinePlan) -> None:
-        """Recompute what a plan says from the next step on."""
-        if self._plain is None:
+        """Replay what a plan says from the next step on."""
+        if not self._limits.may_recompute:
             return
-        learned = self._conductor.learned
-        learned.used = {}  # of groups that are recomputed in another way, which save other tensors
+        self._conductor.learned.used = {}  # of groups that are replayed in another way, which save other tensors
         for stage in self._stages:
-            names, measured = plan.names[stage.index], self._plain.names[stage.index]
-            saves = plan.saves.get(stage.index, (None,) * len(names))
-            policies = {
-                name: saving(outputs) for name, outputs in zip(names, saves, strict=True) if outputs is not None
-            }
-            stage.steering.recompute(policies)
-            for k, name in enumerate(names):
-                key = stage.index, measured.index(name) if name in measured else -1
-                if name not in policies and key in self._used:
-                    learned.used[stage.index, k] = self._used[key]
-
-    def _variants(self, found: Measured) -> dict[int, list[tuple[Variant, ...]]]:
-        """Return the ways to run each group, the first one without recomputation."""
-        assert self._plain is not None
-        again: dict[int, list[tuple[Variant, ...]]] = {}
-        for stage in self._stages:
-            operators = self._operators[stage.index].costs()
-            ran = {name: key.group for name, key in zip(stage.steering.names, stage.steering.order, strict=True)}
-            plain, whole = self._plain.costs[stage.index], found.costs[stage.index]
-            splits = whole.splits or (None,) * len(whole.groups)
-            groups = zip(found.names[stage.index], plain.groups, whole.groups, splits, strict=True)
-            again[stage.index] = [
-                tuple(
-                    way.map(lambda cost: cost.in_batches(self._backend.batch))
-                    for way in _ways(before, cost, operators.get(ran[name], ()), split)
-                )
-                for name, before, cost, split in groups
-            ]
-        return again
+            names = plan.names[stage.index]
+            saves = zip(names, plan.saves.get(stage.index, (None,) * len(names)), strict=True)
+            stage.steering.recompute({name: saving(outputs) for name, outputs in saves if outputs is not None})
 
     def _link(self) -> Link | None:
         """Return the rates of copies, as they were with all ranks copying."""
@@ -299,50 +274,28 @@ class FirstSteps:
         if self._lean is None:
             return None
         self._lean.wait()
-        return measured_link(self._lean) or Link(float("inf"), float("inf"))
+        room = self._conductor.engine.host_room()
+        return measured_link(self._lean) or probed_link(self._backend, room) or Link(float("inf"), float("inf"))
 
     def outdated(self, plan: PipelinePlan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
+        mine = next(each for each in self.known if each.rank == self._rank)
         for stage in self._stages:
             stage.steering.grow()
         for stage in self._stages:
             sizes = stage.steering.sizes
             planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
-            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
+            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._measured)
             if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            kept, cost = self._conductor.learned.boundary.get(stage.index, 0), self.mine.costs[stage.index]
+            kept, cost = self._conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
             if has_grown(kept + stage.steering.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
-
-    @property
-    def _known(self) -> bool:
-        """Whether the groups of the latest forwards are those whose bytes are known."""
-        return all(stage.steering.known for stage in self._stages)
 
 
 def _larger(way: Variant, factor: float) -> Variant:
     """Return a way to run a group that saves `factor` times as much."""
     again = None if way.read_again is None else math.ceil(way.read_again * factor)
     return replace(way, cost=way.cost.with_bytes(factor), read_again=again)
-
-
-def _ways(
-    plain: LayerCost, whole: LayerCost, operators: Sequence[OperatorCost], split: SplitCost | None
-) -> tuple[Variant, ...]:
-    """Return the ways to run a group: without recomputation, and those that follow from recomputing all of it.
-
-    Backward comes to a recomputed group with all that it saves, from which it recomputes.  The weight backward of a
-    split backward reads what it reads where all is recomputed, and at most all that a way saves beyond that.
-    """
-    if plain.nbytes <= whole.nbytes:
-        return (Variant(plain),)
-    _, *ways = replay_ways(whole, within(operators, plain.forward)) if operators else (None, Variant(whole, ()))
-    found = [Variant(plain)]
-    for way in ways:
-        saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-        kept = None if split is None else split.kept + max(way.cost.nbytes - whole.nbytes, 0)
-        found.append(replace(way, cost=replace(way.cost, saved=saved), read_again=kept))
-    return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, overload
 
@@ -240,11 +241,12 @@ def _offload_schedule(
         given["max_inflight"],
         given["delta_bytes_per_rank"],
         None if budget is None else budget_bytes(budget, backend.total_memory()),
-        may_recompute=recompute == "auto" and backend.times,
     )
+    limits = replace(limits, may_recompute=recompute == "auto" and backend.times and not limits.by_hand)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
-    policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
+    again = limits.may_recompute if recompute == "auto" else recompute
+    policy: Policy | None = None if again is False else policy_for(again)
     problem, made = "" if stages else "the schedule has no stages.", list[RankStage]()
     try:
         for stage in stages:

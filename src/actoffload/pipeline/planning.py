@@ -3,8 +3,8 @@
 `[Note: trial of the plans]`  All ranks try their plans in the same steps, and decide from the same numbers, so they
 decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.
 
-`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind each
-kind of measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
+`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind the
+measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
 number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
 A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
 
@@ -29,9 +29,10 @@ from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
+from ..tune import trials
 from ..tune.exchange import Exchange, RefusedError, register
 from ..tune.exchange import disagreement as different_arguments
-from ..tune.trials import Trial, fits, try_plans
+from ..tune.trials import Trial, fits
 
 __all__ = [
     "Limits",
@@ -40,13 +41,11 @@ __all__ = [
     "Plans",
     "Settings",
     "Tried",
-    "act",
     "agreed",
     "decision",
     "disagreement",
     "keep_best",
     "plans_of",
-    "variants_of",
 ]
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     known = [budget for budget in budgets if budget is not None]
     plans = plan(memory_budget=known, variants=variants_of(measured)) if known else plan(fraction=0.0)
     return tuple(
-        found if act((found,)) or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
+        found if not found.idle or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
         for found, budget in zip(plans, budgets, strict=True)
     )
 
@@ -166,21 +165,6 @@ def decision(plans: Plans) -> str:
 # Trials
 
 
-@dataclass(frozen=True)
-class StepTrial(Trial[Plans]):
-    """Plans that all ranks have tried; `over` is what a rank took beyond its limit, or its prediction if that is more.
-
-    `excess` are bytes by which each rank took more than was predicted.
-    """
-
-    excess: tuple[int, ...] = ()
-
-
-def act(plans: Plans) -> bool:
-    """Return whether a rank offloads or recomputes anything."""
-    return any(plan.transfers or plan.saves for plan in plans)
-
-
 def keep_best(
     plans: Plans,
     measured: Sequence[Measured],
@@ -192,52 +176,33 @@ def keep_best(
     `steps_with` returns what all ranks of one pipeline after the other know of plans; see [Note: trial of the plans].
     """
 
-    def run(plans: Plans) -> Generator[Any, Any, StepTrial]:
+    def run(plans: Plans, whole: bool) -> Generator[Any, Any, Trial[PipelinePlan]]:
         tried, ranks = (yield from steps_with(plans)), len(plans)
         peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
-        planned = [plan.peak_bytes or 0 for plan in plans]
-        limits = [max(each.limit or inf, most) for each, most in zip(measured, planned, strict=True)]
-        return StepTrial(
-            plans,
-            max(each.seconds for each in tried),
-            max(max(peak - limit, 0.0) for peak, limit in zip(peaks, limits, strict=True)),
-            tuple(max(peak - most, 0) for peak, most in zip(peaks, planned, strict=True)),
-        )
+        return Trial(plans, max(each.seconds for each in tried), peaks, [each.limit or inf for each in measured])
 
-    def smaller(plans_for: Callable[[Sequence[Measured]], Plans], trials: Sequence[StepTrial]) -> Plans | None:
-        """Return plans for limits that are lower by what tried plans took beyond their prediction."""
-        pairs = zip(measured, map(max, *(trial.excess for trial in trials), [0] * len(measured)), strict=True)
+    def replanned(excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
+        pairs = zip(measured, excess, strict=True)
         less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
-        return _new(plans_for(less), less, trials)
+        found = (plans_of if best is None else whole_replay)(less, limits)
+        return () if not found or _exceed(found, less) else found
 
-    chosen, whole = partial(plans_of, limits=limits), partial(whole_replay, limits=limits)
-    best = yield from try_plans(plans, run, partial(smaller, chosen))
-    assert best is not None
-    planned = max(plan.seconds or 0.0 for plan in best.plan)
-    baseline = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0)
-    kept, because = best, ""
-    if act(best.plan):
-        other = yield from try_plans(_new(whole(measured), measured, [best]), run, partial(smaller, whole), best)
-        if other is not None and other is not best:
-            because = f"Every group is recomputed: a step takes {milliseconds(other.seconds)}, with another plan "
-            kept, because = other, f"{because}{milliseconds(best.seconds)}."
+    best, kept = yield from trials.keep_best(plans, run, replanned)
+    planned = max(plan.seconds or 0.0 for plan in best.plans)
+    baseline, because = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0), ""
+    if kept is not best:
+        because = f"Every group is recomputed: a step takes {milliseconds(kept.seconds)}, with another plan "
+        because += f"{milliseconds(best.seconds)}."
     return tuple(
         replace(
             plan,
             seconds=kept.seconds,
             baseline_seconds=baseline,
-            peak_bytes=(plan.peak_bytes or 0) + more,
+            peak_bytes=peak or plan.peak_bytes,
             because=because or plan.because,
         )
-        for plan, more in zip(kept.plan, kept.excess, strict=True)
+        for plan, peak in zip(kept.plans, kept.peaks, strict=True)
     )
-
-
-def _new(plans: Plans, measured: Sequence[Measured], trials: Sequence[StepTrial]) -> Plans | None:
-    """Return plans if there are any, they should fit, and they were not tried."""
-    tried = [[(plan.transfers, plan.saves) for plan in trial.plan] for trial in trials]
-    known = [(plan.transfers, plan.saves) for plan in plans] in tried
-    return None if not plans or known or _exceed(plans, measured) else plans
 
 
 def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) -> Plans:

@@ -21,15 +21,7 @@ from ..tune.exchange import LostRankError
 from .conductor import Conductor
 from .first_steps import FirstSteps, Script
 from .follow import actions_of, unfollow
-from .planning import (
-    Limits,
-    PipelineRanks,
-    Plans,
-    Settings,
-    decision,
-    disagreement,
-    plans_of,
-)
+from .planning import Limits, PipelineRanks, Plans, Settings, decision, disagreement, plans_of
 from .stages import RankStage, replicas_of
 
 __all__ = ["MEASURING", "Runner"]

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.follow import ModelState, handle_of, refuse_scripted
+from ..model.follow import FollowedModule, ModelState, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
 from ..model.select import Names, choose, choose_kept, find_groups, followed_modules
@@ -76,6 +76,7 @@ class StageSteering(Steering):
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
         self._latest: tuple[Group, ...] = ()  # in the latest microbatch
         self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
+        self.replayed: frozenset[int] = frozenset()  # groups, in such a forward
         self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
@@ -115,9 +116,9 @@ class StageSteering(Steering):
         return tuple(found)
 
     @property
-    def order(self) -> tuple[GroupKey, ...]:
+    def groups(self) -> list[FollowedModule]:
         """The groups in the order of the latest forward."""
-        return self._plans.order
+        return [self._state.groups[key.group] for key in self._plans.order]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,6 +167,8 @@ class StageSteering(Steering):
             self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
         elif not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
+            again = (key.group for key, layer in zip(sequence, done.layers, strict=True) if layer.recomputed)
+            self.replayed = frozenset(again)
             self._latest = self.saved
             names = self._state.names(sequence)
             self._numbers |= {name: key.group for name, key in zip(names, sequence, strict=True)}

@@ -84,6 +84,7 @@ class PipelinePlan(AnyPlan):
     nbytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
     saved_peak_bytes: int | None = None
+    WORK = ("transfers", "saves")
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -87,6 +87,18 @@ class AnyPlan:
     peak_bytes: int | None = None
     because: str = ""
 
+    WORK: ClassVar[tuple[str, ...]] = ()  # the fields that say what is done
+
+    @property
+    def work(self) -> tuple[Any, ...]:
+        """What is done, whatever is expected of it."""
+        return tuple(getattr(self, name) for name in self.WORK)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is kept."""
+        return not any(self.work)
+
     def __reduce__(self) -> tuple[object, ...]:
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         plain: dict[str, Any] = {
@@ -176,6 +188,7 @@ class Plan(AnyPlan):
     baseline_peak_bytes: int | None = None
 
     VERSION: ClassVar[int] = 1  # of the content of files
+    WORK = ("steps", "saves", "holds")
 
     def __post_init__(self) -> None:
         check_whole(model_layers=self.model_layers, least=1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from ..device.base import Backend, current_stream
 from ..schedule.costs import LayerCost, Link, Saved, evenly
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.timeline import Kind
@@ -20,12 +21,14 @@ __all__ = [
     "kept_outputs",
     "layer_costs",
     "measured_link",
+    "probed_link",
     "scaled_cost",
     "stage_cost",
 ]
 
 
 HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
+PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
 
@@ -47,6 +50,31 @@ def measured_link(meter: Meter) -> Link | None:
         pairs = zip(copies, shared, strict=True)
         nbytes += sum(copy.nbytes - rate * (copy.seconds - part) for copy, part in pairs if part)
     return Link(first, second, both=min(max(nbytes / together, first, second), first + second))
+
+
+def probed_link(backend: Backend, room: int | None) -> Link | None:
+    """Return the rates of one copy in each direction, where the leanest pass has copied nothing.
+
+    None where the `room` for offloading in host memory is less than that, or no host memory can be page-locked.
+    """
+    if room is not None and room < PROBE:
+        return None
+    device, stream = backend.current_device(), backend.new_stream(backend.current_device())
+    try:
+        host = backend.empty_host(PROBE)
+    except RuntimeError:
+        return None
+    copies = [(host, backend.empty_device((PROBE,), (1,), host.dtype, device))]
+    backend.wait_stream(stream, current_stream(backend))
+    rates = []
+    for copy in (backend.to_host, backend.to_device):
+        copy(copies, stream)  # to warm up
+        begun = backend.record_timed(stream)
+        copy(copies, stream)
+        ended = backend.record_timed(stream)
+        backend.synchronize(device)
+        rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
+    return Link(*rates)
 
 
 def _beside(others: Sequence[Copy]) -> Callable[[Copy], float]:

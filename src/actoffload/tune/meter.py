@@ -343,7 +343,11 @@ class StepMeter(Meter):
         super().__init__(backend, counters, memory=bool(standing))
         self._standing = standing or {}
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
-        self.other_bytes = 0
+        self.other_bytes = self._before_weights = 0
+        self._halves = Counter[int]()  # by stage: microbatches between the backwards of their inputs and weights
+        self.half_bytes: dict[
+            int, int
+        ] = {}  # by stage: bytes that are made again for the former and stay for the latter
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
         begun = backend.record_timed(current_stream(backend))
@@ -382,12 +386,20 @@ class StepMeter(Meter):
             self._with_gradients.add(step.stage)
         self._settled = ends or not weights or step.stage in self._with_gradients
         self.level()
+        if step.computation is Computation.BACKWARD_WEIGHT and self._halves[step.stage]:
+            now = self._allocated - self._counters.resident_bytes
+            if ends:
+                less = self._before_weights - now - self._standing[step.stage].boundary
+                self.half_bytes[step.stage] = max(self.half_bytes.get(step.stage, 0), less)
+            self._before_weights = now
+        self._halves[step.stage] += ends * (step.computation is Computation.BACKWARD_INPUT)
+        self._halves[step.stage] -= ends * (step.computation is Computation.BACKWARD_WEIGHT)
         self._in_flight[step.stage] -= weights and ends
 
     def level(self) -> None:
         """Note the memory between groups, and what of it is there in the whole step."""
         super().level()
-        if self._standing and self._between and self._settled:
+        if self._standing and self._between and self._settled and not any(self._halves.values()):
             standing = sum(
                 self._in_flight[stage] * each.boundary
                 + self._forwards[stage] * each.output

@@ -10,61 +10,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from .._text import size
+from ..schedule.plan import AnyPlan
 
-__all__ = ["Trial", "fits", "try_plans"]
+__all__ = ["Trial", "fits", "keep_best"]
 
 TRIES = 3  # plans of a kind that are tried because those before took more than the limit
 
-P = TypeVar("P")
+P = TypeVar("P", bound=AnyPlan)
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Trial(Generic[P]):
-    """A plan that has run."""
+    """Plans that have run: the one of a model, or those of all ranks of a pipeline."""
 
-    plan: P
+    plans: tuple[P, ...]
     seconds: float  # of a whole pass or step
-    over: float = 0.0  # bytes by which it exceeded its limit
+    peaks: Sequence[int]  # bytes of device memory for each plan; 0 if not known
+    limits: Sequence[float]  # of these
+    refused: bool = False  # there was less host memory than planned
+
+    @property
+    def excess(self) -> list[int]:
+        """Bytes by which each plan took more than was predicted."""
+        return [max(peak - (plan.peak_bytes or 0), 0) for peak, plan in zip(self.peaks, self.plans, strict=True)]
+
+    @property
+    def over(self) -> float:
+        """Bytes by which one exceeded its limit, or its prediction if that is more."""
+        each = zip(self.peaks, self.limits, self.plans, strict=True)
+        return max(int(self.refused), *(peak - max(limit, plan.peak_bytes or 0) for peak, limit, plan in each))
 
 
-T = TypeVar("T", bound=Trial[Any])
-
-
-def try_plans(
-    plan: P | None,
-    run: Callable[[P], Generator[Asked, Answer, T]],
-    smaller: Callable[[Sequence[T]], P | None],
-    best: T | None = None,
-) -> Generator[Asked, Answer, T | None]:
-    """Run a plan, and smaller ones as long as the limit is exceeded; return the best trial.
+def keep_best(
+    plans: tuple[P, ...],
+    run: Callable[[tuple[P, ...], bool], Generator[Asked, Answer, Trial[P]]],
+    replanned: Callable[[Sequence[int], Trial[P] | None], tuple[P, ...]],
+) -> Generator[Asked, Answer, tuple[Trial[P], Trial[P]]]:
+    """Try plans as [Note: trials of plans] says; return the best trial without whole replay, and the best of all.
 
     Parameters
     ----------
-    plan : plan, optional
-        The first one; None for no plan.
+    plans : tuple of plan
+        The first ones.
     run : callable
-        Returns a generator of passes with a plan, which returns their trial.
-    smaller : callable
-        From the trials so far to the next plan; None if there is no other.
-    best : Trial, optional
-        Of other plans.  If it is faster, no smaller plan follows.
+        Returns a generator of passes with plans, which returns their trial; the flag says whether it is whole replay.
+    replanned : callable
+        From bytes by which each plan has to take less to other plans, or none; after the trial of the best ones to
+        those with whole replay.
     """
-    trials = list[T]()
-    before = best
-    while plan is not None:
-        trials.append((yield from run(plan)))
-        trial = trials[-1]
-        # The limit comes first; where two exceed it alike, or none does, the faster is better.
-        better = best is None or (trial.over, trial.seconds) < (best.over, best.seconds)
-        best = trial if better else best
-        slower = before is not None and not before.over and trial.seconds >= before.seconds
-        plan = None if not trial.over or slower or len(trials) == TRIES else smaller(trials)
-    return best
+
+    def follow(plans: tuple[P, ...], best: Trial[P] | None) -> Generator[Asked, Answer, Trial[P] | None]:
+        """Run plans, and smaller ones as long as the limit is exceeded and no better ones are known."""
+        before, trials = best, list[Trial[P]]()
+        known = [] if best is None else [[plan.work for plan in best.plans]]
+        while plans and [plan.work for plan in plans] not in known:
+            trial = yield from run(plans, before is not None)
+            trials.append(trial)
+            known.append([plan.work for plan in plans])
+            # The limit comes first; where two exceed it alike, or none does, the faster is better.
+            better = best is None or (trial.over, trial.seconds) < (best.over, best.seconds)
+            best = trial if better else best
+            slower = before is not None and not before.over and trial.seconds >= before.seconds
+            if not trial.over or slower or len(trials) == TRIES:
+                break
+            plans = replanned([max(each) for each in zip(*(trial.excess for trial in trials), strict=True)], before)
+        return best
+
+    best = yield from follow(plans, None)
+    assert best is not None
+    if all(plan.idle for plan in best.plans):
+        return best, best
+    return best, (yield from follow(replanned([0] * len(plans), best), best)) or best
 
 
 def fits(peak: int, limit: int | None) -> str:

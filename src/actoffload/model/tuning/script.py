@@ -5,8 +5,9 @@ leanest there is: every group is replayed in backward, and what it needs for tha
 the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
-way.  A compiled group has no operators to time: one of each kind is not replayed in that pass.  If everything fits
-without, one more pass keeps everything, to know its peak; then nothing is installed.
+way.  A compiled group has no operators to time: one of each kind is not replayed in that pass, if the first pass shows
+that there is room for it.  If everything fits without, one more pass keeps everything, to know its peak; then nothing
+is installed.
 
 Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
 first pass takes host memory, and its second is timed.  One that takes longer than was simulated runs once more, because
@@ -18,33 +19,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import TypeAlias
 
-from ...device.base import current_stream
 from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
-from ...schedule.costs import LayerCost, Link, Saved
-from ...schedule.execution_order import GroupKey
+from ...schedule.costs import LayerCost, Saved
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
-from ...tune.costs import gradient_bytes, layer_costs
-from ...tune.trials import Trial, fits, try_plans
+from ...tune.costs import gradient_bytes, layer_costs, probed_link
+from ...tune.trials import Trial, fits, keep_best
 from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
 from .metering import Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "representatives", "timed_operators"]
+__all__ = ["Script", "Steps", "representatives", "timed_operators", "ways_of"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 LONGER = 0.05  # part of the simulated time by which a pass takes longer that is timed once more
-PROBE = 2**20  # bytes of a copy that measures the link
 TRACES = 2  # passes in which groups are traced
 
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
@@ -86,6 +83,10 @@ class Script:
             traced.append((yield from self._pass(Stage.FIRST)))
             # [guard: first pass without inputs -> True]
             known = traced[-1].elements > 0 and not self._untraced(traced)
+        first, device_bytes = traced[-1], self._backend.memory_limit()
+        # A compiled group that runs as it is takes at most as much more as all of a pass in which it runs again.
+        room = inf if device_bytes is None else found.most(0, device_bytes)
+        found.runs_compiled = 2 * first.peak - first.allocated <= room
         lean = yield from self._pass(Stage.LEAN)
         self._look_at_room(lean)
         for timed in (*traced, lean):
@@ -123,7 +124,11 @@ class Script:
             passes.append(timed)
             before, self._most = self._most, max(self._most, timed.elements)
             # [guard: passes that call no group -> True]
-            called = timed.sequence or stage is Stage.FIRST or (stage is Stage.PLAN and idle(self.found.plan))
+            called = (
+                timed.sequence
+                or stage is Stage.FIRST
+                or (stage is Stage.PLAN and self.found.plan and self.found.plan.idle)
+            )
             # [guard: inputs that are smaller than before, or larger -> True]
             alike = stage is Stage.FIRST or FULL * self._most <= timed.elements <= before / FULL
             if called and alike:
@@ -158,7 +163,7 @@ class Script:
             return Plan(max(len(names), 1), names=names, because="No group has run.")
         names = self._state.names(lean.sequence)
         found.outside = lean.outside()
-        found.link = found.link or self._probed_link()
+        found.link = found.link or probed_link(self._backend, self._host_room())
         room = self._host_room()
         if room is not None:  # [guard: plans for the host memory that there is]
             found.host_limit = room // found.in_flight
@@ -180,81 +185,35 @@ class Script:
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
         """Return the ways to run each group, the first of them without replay."""
         assert lean.meter is not None
-        sequence, groups = lean.sequence, [self._state.groups[key.group] for key in lean.sequence]
+        groups = [self._state.groups[key.group] for key in lean.sequence]
         compiled = {k for k, group in enumerate(groups) if group.is_compiled}
         kinds = list(map(kind_of, groups))
         costs = layer_costs(lean.meter, lean.sizes, kinds, compiled, self.found.allocated_before)
-        alike: dict[Hashable, list[int]] = {}
-        for k in sorted(compiled, key=lambda k: costs[k].nbytes):
-            alike.setdefault(kinds[k], []).append(k)
         operators: dict[int, list[OperatorCost]] = {}
         for each in traced:
             operators |= timed_operators(each, lean.elements)
-        found = list[tuple[Variant, ...]]()
-        for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
-            # One that runs several times would have one way for all of them.
-            once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            if once and k in compiled:
-                least, most = alike[kinds[k]][0], alike[kinds[k]][-1]
-                again = costs[least] if least != most else _run_again(cost, traced[-1], key, lean.elements)
-                again = cost if cost.nbytes < costs[most].nbytes else again  # temporaries depend on the neighbours
-                own, again = (_moved(each, cost) for each in (costs[most], again))
-                host = min(again.host_backward, own.host_backward + again.host_forward)
-                again = replace(again, forward=own.forward, host_backward=host)
-                found.append((Variant(own), Variant(again, ())) if again.nbytes < own.nbytes else (Variant(cost),))
-            elif once and operators.get(key.group):
-                found.append(replay_ways(cost, within(tuple(operators[key.group]), cost.forward)))
-            else:
-                found.append((Variant(cost),))
-        batch = self._backend.batch
-        return [tuple(way.map(lambda cost: cost.in_batches(batch)) for way in group) for group in found]
-
-    def _probed_link(self) -> Link | None:
-        """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
-        backend = self._backend
-        room = self._host_room()
-        if room is not None and room < PROBE:  # no host memory for offloading
-            return None
-        device, stream = backend.current_device(), backend.new_stream(backend.current_device())
-        try:
-            host = backend.empty_host(PROBE)
-        except RuntimeError:  # the host has no page-locked memory
-            return None
-        copies = [(host, backend.empty_device((PROBE,), (1,), host.dtype, device))]
-        backend.wait_stream(stream, current_stream(backend))
-        rates = []
-        for copy in (backend.to_host, backend.to_device):
-            copy(copies, stream)  # to warm up
-            begun = backend.record_timed(stream)
-            copy(copies, stream)
-            ended = backend.record_timed(stream)
-            backend.synchronize(device)
-            rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
-        return Link(*rates)
+        first = traced[-1]
+        larger, saved = lean.elements / max(first.elements, 1), zip(first.sequence, first.sizes, strict=True)
+        sizes = {key.group: [math.ceil(larger * nbytes) for nbytes in group] for key, group in saved}
+        return ways_of(groups, costs, self._policies, lean.replayed, operators, sizes, self._backend.batch)
 
     def _fitted(self, plan: Plan) -> Steps:
         """Try plans, and the same with whole replay, and return the best; see `trials` [Note: trials of plans]."""
-        found, best = self.found, (yield from try_plans(plan, partial(self._try, first=True), self._smaller))
-        assert best is not None
-        plan = found.plan = best.plan
-        if idle(plan):
-            because = fits(plan.peak_bytes or 0, found.limit) if not best.over else plan.because
-            return replace(plan, because=because)
-        plan = found.plan = self._as_timed(plan, best.seconds)
-        if found.in_flight > 1 or plan.peak_bytes is None:
+        best, kept = yield from keep_best((plan,), self._try, self._replanned)
+        (plan,), (peak,) = best.plans, best.peaks
+        if plan.idle:
+            peak, limit = peak or plan.peak_bytes or 0, self.found.limit or 0
+            return replace(plan, peak_bytes=peak, because=plan.because if peak > limit else fits(peak, limit))
+        plan = self._as_timed(best)
+        if kept is best:
             return plan
-        run = partial(self._try, first=False)  # nothing is offloaded for the first time
-        other = yield from try_plans(self._whole(plan), run, partial(self._whole, plan), best)
-        if other is None or other is best:
-            found.plan = plan
-            return plan
-        return other.plan.measured(other.seconds, plan.baseline_seconds)
+        return replace(kept.plans[0], peak_bytes=kept.peaks[0]).measured(kept.seconds, plan.baseline_seconds)
 
-    def _try(self, plan: Plan, *, first: bool) -> Generator[Stage, TimedPass, Trial[Plan]]:
-        """Run passes with a plan, the `first` of which takes host memory and is not timed."""
-        found, passes, refused = self.found, list[TimedPass](), False
-        found.plan = plan
-        if first:
+    def _try(self, plans: tuple[Plan, ...], whole: bool) -> Generator[Stage, TimedPass, Trial[Plan]]:
+        """Run passes with a plan.  The first takes host memory and is not timed, except with whole replay after it."""
+        found, passes, refused, (plan,) = self.found, list[TimedPass](), False, plans
+        found.plan, limit = plan, found.limit or inf
+        if not whole:
             found.host_bytes = plan.offloaded_bytes * found.in_flight
             passes.append((yield from self._pass(Stage.PLAN)))
             found.host_bytes, refused = None, passes[0].refused > 0
@@ -262,38 +221,33 @@ class Script:
             # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
             held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
             found.host_limit = int((1 - HOST_GAPS) * held) // found.in_flight
-        elif not first or not (idle(plan) or self._take_peak(plan, passes) > self._limit):
+        elif whole or not (plan.idle or self._peak_of(passes) > limit):
             passes.append((yield from self._pass(Stage.PLAN)))
             expected = plan.seconds or inf
             if self._seconds(passes[-1]) > (1 + LONGER) * expected:  # [guard: passes in which the host paused]
                 passes.append((yield from self._pass(Stage.PLAN)))
-        peak = self._take_peak(plan, passes)
-        if peak and idle(plan):
+        peak = 0 if plan.peak_bytes is None else self._peak_of(passes)
+        if peak and plan.idle:
             found.bare = Peak(peak, found.size, found.allocated_before)
-        plan = replace(plan, peak_bytes=peak) if peak else plan
-        timed = passes[first and len(passes) > 1 :]
-        return Trial(plan, min(map(self._seconds, timed)), max(peak - self._limit, int(refused)))
+        timed = passes if whole or len(passes) == 1 else passes[1:]
+        trial = Trial((plan,), min(map(self._seconds, timed)), (peak,), (limit,), refused)
+        found.excess += 0 if whole else trial.excess[0]  # [guard: room for what passes take]
+        return trial
 
-    @property
-    def _limit(self) -> float:
-        return self.found.limit or inf
+    def _replanned(self, excess: Sequence[int], best: Trial[Plan] | None) -> tuple[Plan, ...]:
+        """Return a plan by what others have shown; after the trial of the `best` one that with whole replay.
 
-    def _smaller(self, trials: Sequence[Trial[Plan]]) -> Plan | None:
-        """Return a plan that takes less than those before, by what they have shown; None if there is no other."""
-        plan = self.found.chosen()
-        return None if does_the_same(plan, trials[-1].plan) else plan
-
-    def _whole(self, plan: Plan, trials: Sequence[Trial[Plan]] = ()) -> Plan | None:
-        """Return a plan in which every group is replayed as a whole; None if it is the same as `plan`, or too large.
-
-        The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out.
+        The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out there.
+        There is none if nothing may be replayed, it is too large, or what it takes is not known.
         """
-        found, excess = self.found, math.ceil(sum(trial.over for trial in trials))
-        ways = found.ways
+        found, ways, limit = self.found, self.found.ways, (self.found.limit or inf) - excess[0]
+        if best is None:
+            return (found.chosen(),)
         last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
-        if last == list(ways):
-            return None
-        costs = replace(found, ways=last).chosen(excess=excess)
+        if found.in_flight > 1 or best.plans[0].peak_bytes is None or last == list(ways):
+            return ()
+        plan = self._as_timed(best)
+        costs = replace(found, ways=last).chosen(excess=excess[0])
         longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
         again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
         whole = replace(
@@ -303,46 +257,30 @@ class Script:
             recompute_seconds=sum(max(each, 0.0) for each in again),
             baseline_seconds=plan.baseline_seconds,
             because=plan.because,
+            peak_bytes=(costs.peak_bytes or 0) - found.excess,
         )
-        peak = (whole.peak_bytes or inf) - found.excess
-        return None if does_the_same(whole, plan) or peak > self._limit - excess else whole
+        return () if (whole.peak_bytes or inf) > limit else (whole,)
 
-    def _take_peak(self, plan: Plan, passes: Sequence[TimedPass]) -> int:
-        """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""
+    def _peak_of(self, passes: Sequence[TimedPass]) -> int:
+        """Return the peak of passes with a plan; 0 if it is not known."""
         found = self.found
         # [guard: peaks of passes with smaller inputs or less memory before]
         peaks = (Peak(each.peak, each.elements, each.allocated) for each in passes if each.peak)
         peak = max((each.at(found.size, found.allocated_before) for each in peaks), default=0)
-        if not peak or plan.peak_bytes is None or found.in_flight > 1:
-            return 0
-        found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
-        return peak
+        return 0 if found.in_flight > 1 else peak
 
     def _seconds(self, timed: TimedPass) -> float:
         """Return the seconds of a pass as with inputs of the size that the plan is for."""
         return max(timed.seconds() / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
 
-    def _as_timed(self, plan: Plan, seconds: float) -> Plan:
-        """Return a plan with the measured seconds of a pass; all others are expected to take as much longer."""
+    def _as_timed(self, best: Trial[Plan]) -> Plan:
+        """Return a plan with what its passes took; all others are expected to take as much longer than simulated."""
+        (plan,), (peak,) = best.plans, best.peaks
+        plan = replace(plan, peak_bytes=peak or plan.peak_bytes)
         if not plan.seconds or not plan.baseline_seconds:
             return plan
-        self.found.pace *= seconds / plan.seconds
-        return plan.measured(seconds, plan.baseline_seconds * seconds / plan.seconds)
-
-
-def idle(plan: Plan | None) -> bool:
-    """Return whether a plan keeps everything."""
-    return plan is not None and not (plan.offloaded or plan.recomputed)
-
-
-def does_the_same(plan: Plan, other: Plan) -> bool:
-    """Return whether two plans do the same, whatever is expected of them."""
-    return (plan.steps, plan.saves, plan.holds) == (other.steps, other.saves, other.holds)
-
-
-def _moved(cost: LayerCost, to: LayerCost) -> LayerCost:
-    """Return the cost of a group at the place of another of its kind."""
-    return replace(cost, other_bytes=to.other_bytes, gap_forward=to.gap_forward, gap_backward=to.gap_backward)
+        self.found.pace = best.seconds / plan.seconds
+        return plan.measured(best.seconds, plan.baseline_seconds * self.found.pace)
 
 
 def kind_of(group: FollowedModule) -> Hashable:
@@ -351,25 +289,93 @@ def kind_of(group: FollowedModule) -> Hashable:
     return type(module), tuple(weight.shape for weight in module.parameters())
 
 
-def _run_again(cost: LayerCost, first: TimedPass, key: GroupKey, elements: int) -> LayerCost:
-    """Return the cost of a compiled group that is run again as a whole, by what it saved in a pass where it was."""
-    sizes = dict(zip(first.sequence, first.sizes, strict=True)).get(key)
-    if sizes is None:
-        return cost
-    larger = elements / max(first.elements, 1)
+def representatives(groups: Iterable[FollowedModule]) -> set[int]:
+    """Return one compiled group of each kind: the last, at whose backward no other has new gradients."""
+    compiled = (group for group in groups if group.ref() is not None and group.is_compiled)
+    return {*{kind_of(group): group.group for group in compiled}.values()}
+
+
+def ways_of(
+    groups: Sequence[FollowedModule],
+    costs: Sequence[LayerCost],
+    among: Collection[int],
+    replayed: Collection[int],
+    operators: Mapping[int, Sequence[OperatorCost]],
+    sizes: Mapping[int, Sequence[int]],
+    batch: int,
+) -> list[tuple[Variant, ...]]:
+    """Return the ways to run each group, the first of them without replay; see [Note: the first passes].
+
+    Parameters
+    ----------
+    groups, costs : sequence
+        In the order of the leanest pass, and what each cost there.
+    among, replayed : collection of int
+        The groups that plans may replay, and those that were replayed in that pass.
+    operators, sizes : mapping
+        By group: its operators with their times, and bytes of what it saves where it is replayed, if they are known.
+    batch : int
+        Copies wait until they have that many bytes, as in `LayerCost.in_batches`.
+    """
+    times = Counter(group.group for group in groups)
+    alike = dict[tuple[Hashable, bool], LayerCost]()  # compiled groups, by kind, and whether they were replayed
+    for group, cost in zip(groups, costs, strict=True):
+        if group.is_compiled:
+            alike[kind_of(group), group.group in replayed] = cost
+    found = list[tuple[Variant, ...]]()
+    for group, cost in zip(groups, costs, strict=True):
+        number, kind = group.group, kind_of(group)
+        ways: tuple[Variant, ...] = (Variant(cost),)
+        # One that runs several times would have one way for all of them.
+        once = number in among and times[number] == 1
+        if once and group.is_compiled and number in replayed:
+            ways = _compiled_ways(alike.get((kind, False)) or _run_once(cost), cost, cost)
+        elif once and group.is_compiled:
+            ways = _compiled_ways(cost, alike.get((kind, True)) or _run_again(cost, sizes.get(number)), cost)
+        elif once and operators.get(number):
+            ways = replay_ways(cost, within(operators[number], cost.forward))
+        found.append(tuple(way.map(lambda cost: cost.in_batches(batch)) for way in ways))
+    return found
+
+
+def _compiled_ways(own: LayerCost, again: LayerCost, here: LayerCost) -> tuple[Variant, ...]:
+    """Return the ways to run a compiled group `here`, of which others of its kind may have shown what they cost."""
+    own, again = (
+        replace(each, other_bytes=here.other_bytes, gap_forward=here.gap_forward, gap_backward=here.gap_backward)
+        for each in (own, again)
+    )
+    if again.nbytes >= own.nbytes:
+        return (Variant(here),)
+    host = min(again.host_backward, own.host_backward + again.host_forward)
+    return Variant(own), Variant(replace(again, forward=own.forward, host_backward=host), ())
+
+
+def _run_once(again: LayerCost) -> LayerCost:
+    """Return at most what a compiled group costs as it is, by what it costs if it is run again.
+
+    All that it saves is among what its backward allocates then.
+    """
+    more = again.backward_temporary
     return replace(
-        cost,
-        saved=tuple(Saved(math.ceil(larger * nbytes)) for nbytes in sizes if nbytes),
-        backward=cost.forward + cost.backward,
-        host_backward=cost.host_forward + cost.host_backward,
-        backward_temporary=cost.nbytes + max(cost.forward_temporary, cost.backward_temporary),
+        again,
+        saved=(*again.saved, Saved(more)) if more else again.saved,
+        backward=max(again.backward - again.forward, again.forward),
+        host_backward=max(again.host_backward - again.host_forward, 0.0),
+        backward_temporary=0,
     )
 
 
-def representatives(groups: Sequence[FollowedModule], among: Iterable[int]) -> Iterable[int]:
-    """Return one compiled group of each kind: the last, at whose backward no other has new gradients."""
-    compiled = (number for number in among if groups[number].ref() is not None and groups[number].is_compiled)
-    return {kind_of(groups[number]): number for number in compiled}.values()
+def _run_again(own: LayerCost, sizes: Sequence[int] | None) -> LayerCost:
+    """Return the cost of a compiled group that is run again as a whole, by what it saves then; `own` if not known."""
+    if sizes is None:
+        return own
+    return replace(
+        own,
+        saved=tuple(Saved(nbytes) for nbytes in sizes if nbytes),
+        backward=own.forward + own.backward,
+        host_backward=own.host_forward + own.host_backward,
+        backward_temporary=own.nbytes + max(own.forward_temporary, own.backward_temporary),
+    )
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:

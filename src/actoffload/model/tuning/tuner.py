@@ -175,7 +175,7 @@ class Tuner:
                 self._engine.trim(keep=self.found.host_bytes)
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
-            memory = stage is Stage.PLAN and self.found.limit is not None
+            memory = stage is Stage.FIRST or (stage is Stage.PLAN and self.found.limit is not None)
             timed = TimedPass(stage, self._number, tensors, self._state, memory=memory)
             self._timed = timed
             return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
@@ -280,8 +280,8 @@ class Tuner:
         if stage is Stage.PLAN:
             return self._planned(self.found)
         policies = dict(self._policies)
-        if stage is Stage.LEAN:
-            for group in representatives(self._state.groups, self._optional):
+        if stage is Stage.LEAN and self.found.runs_compiled:
+            for group in representatives(self._state.groups[number] for number in self._optional):
                 del policies[group]
         return self._leanest(policies, take_times)
 
