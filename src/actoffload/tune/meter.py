@@ -345,9 +345,8 @@ class StepMeter(Meter):
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = self._before_weights = 0
         self._halves = Counter[int]()  # by stage: microbatches between the backwards of their inputs and weights
-        self.half_bytes: dict[
-            int, int
-        ] = {}  # by stage: bytes that are made again for the former and stay for the latter
+        # By stage: bytes that are made again for the backward of the inputs, and stay for that of the weights.
+        self.half_bytes: dict[int, int] = {}
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
         begun = backend.record_timed(current_stream(backend))
