@@ -41,7 +41,7 @@ def budgets(link: float) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("part", [1.03, 1.5, 2.0])
-def test_a_compiled_group_is_measured_as_it_is_where_there_is_room(part):
+def test_a_compiled_group_is_within_the_budget_in_each_pass(part):
     """What it saves lies on the device in any pass, for a time where it runs again: that is the smallest peak here."""
     device = Timed(1e9, 1e9, memory=2**40)
     model = TimedModel(device, nbytes=4 * MIB)

@@ -32,11 +32,11 @@ import inspect
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.jit import ScriptModule
@@ -44,7 +44,6 @@ from torch.nn import Module
 
 from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, is_compiled, opaque
 from ..engine.engine import Engine
-from ..replay import Program
 from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
 
@@ -55,7 +54,6 @@ __all__ = [
     "ROOT",
     "FollowedModule",
     "ModelState",
-    "TakeTimes",
     "follow",
     "group_name",
     "group_names",
@@ -69,8 +67,6 @@ __all__ = [
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
 _WHOLE = "(the whole model)"
-
-TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], None]
 
 
 @dataclass(eq=False)

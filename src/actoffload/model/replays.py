@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from statistics import median
@@ -15,19 +16,21 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from .._text import fold_names
-from .._torch.autograd import in_transform, saved_tensor_hooks
+from .._torch.autograd import NO_BACKWARD, backward_id, in_transform, saved_tensor_hooks
 from .._torch.modules import is_compiled, opaque, registered
-from .._torch.tensors import address, tree_flatten, tree_unflatten
+from .._torch.tensors import address, storage_address, tree_flatten, tree_leaves, tree_unflatten
 from ..device.base import Backend, current_stream
+from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
 from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
-from .follow import FollowedModule, TakeTimes, group_name
+from .follow import FollowedModule, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
 
@@ -140,7 +143,7 @@ class Begun(NamedTuple):
     group: int
     kind: _Kind
     policy: Policy
-    take_times: TakeTimes | None
+    operators: OperatorTimes | None
 
 
 class Replays:
@@ -186,11 +189,12 @@ class Replays:
         packer: Packer,
         args: Any,
         kwargs: Any,
-        take_times: TakeTimes | None,
+        operators: OperatorTimes | None,
     ) -> Begun | Callable[..., Any] | None:
         """Begin a call of a group; None if it is not replayed.
 
         Of a group with compiled code, which is one operator, a wrapper is returned that runs it again as a whole.
+        `operators` takes what the first calls show.
         """
         self.alarm.look()
         group, module = followed.group, followed.module
@@ -212,7 +216,10 @@ class Replays:
             if attributes.has_statistics:  # running statistics of compiled code
                 self._refused[group] = STATISTICS
                 return None
-            return _run_again
+            if operators is None:
+                return partial(_run_again, None)
+            sizes = operators.saved[group] = []
+            return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes()))
         tensors: list[torch.Tensor] = []
         kind_of_device = self._backend.type
         autocast = torch.is_autocast_enabled(kind_of_device), torch.get_autocast_dtype(kind_of_device)
@@ -231,7 +238,7 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
-        timed = None if take_times is None or capturing else self._measure
+        timed = None if operators is None or capturing else self._measure
         if program is None and _in_functional_call():  # [guard: functional call]
             self._refused[group] = FUNCTIONAL
             return None
@@ -252,7 +259,7 @@ class Replays:
         kind.calls += 1
         if isinstance(found, Tracer):
             found.begin()
-        return Begun(call, group, kind, policy, take_times)
+        return Begun(call, group, kind, policy, operators)
 
     def _measure(self, program: Program, source: Callable[[int], torch.Tensor]) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
@@ -275,8 +282,8 @@ class Replays:
         self.proven_bytes += call.proven_bytes
         if program.trace.steady and kind.different < DIFFERENT:
             kind.trace, kind.programs[policy], kind.banned = program.trace, program, frozenset(program.banned)
-        if begun.take_times is not None and call.times is not None:
-            begun.take_times(begun.group, *call.times)
+        if begun.operators is not None and call.times is not None:
+            begun.operators.add(begun.group, *call.times)
 
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
@@ -304,8 +311,9 @@ class Replays:
         return " ".join(f"Not recomputed, {reason}: {fold_names(each)}." for reason, each in names.items())
 
 
-def _run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call compiled code, and run it again in backward as a whole."""
+def _run_again(counted: Callable[..., Any] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call compiled code, and run it again in backward as a whole; `counted`, if given, calls it."""
+    function = function if counted is None else partial(counted, function)
     leaves, tree = tree_flatten((args, kwargs))
 
     def run(*leaves: Any) -> Any:
@@ -315,7 +323,35 @@ def _run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(run, *leaves, use_reentrant=False)
 
 
-opaque(_run_again, compile_callees=True)
+def _count_saved(
+    sizes: list[int], module: Module, min_bytes: int, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function of a module, and note the bytes of the storages that autograd would hold of its forward.
+
+    It runs again in backward, so `torch.utils.checkpoint` drops what it saves.  Weights, arguments and storages of less
+    than `min_bytes` do not count.
+    """
+    hooks = saved_tensor_hooks()
+    if hooks is None or backward_id() != NO_BACKWARD:
+        return function(*args, **kwargs)
+    seen = {*map(storage_address, (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))))}
+    held = list[StorageRef]()  # no other storage gets the address of one that is dropped
+
+    def pack(tensor: torch.Tensor) -> Any:
+        key = storage_address(tensor)
+        if key not in seen:
+            memory = tensor.untyped_storage()
+            seen.add(key)
+            held.append(StorageRef(memory))
+            sizes.extend([memory.nbytes()] if memory.nbytes() >= min_bytes else [])
+        return hooks[0](tensor)
+
+    with saved_tensors_hooks(opaque(pack), hooks[1]):
+        return function(*args, **kwargs)
+
+
+for _function in (_run_again, _count_saved):
+    opaque(_function, compile_callees=True)
 
 
 def _in_functional_call() -> bool:
@@ -372,11 +408,12 @@ class OperatorTimes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[int, tuple[Program, Mapping[int, tuple[Any, Any]]]] = {}
+        self.saved: dict[int, list[int]] = {}  # by compiled group: bytes of the storages that it saves as it is
 
     @property
     def groups(self) -> frozenset[int]:
-        """The groups whose operators were timed."""
-        return frozenset(self._known)
+        """The groups whose operators were timed, or that are compiled and show what they save."""
+        return frozenset(self._known.keys() | self.saved.keys())
 
     def add(self, group: int, program: Program, times: Mapping[int, tuple[Any, Any]]) -> None:
         """Take the events around the operators of a program."""

@@ -21,7 +21,8 @@ from ..engine.passes import ModelPass
 from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, Roles, remap
 from ..schedule.plan import Plan
-from .follow import ModelState, TakeTimes
+from .follow import ModelState
+from .replays import OperatorTimes
 
 __all__ = [
     "ByPlan",
@@ -51,7 +52,7 @@ class PassSettings:
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
-    take_times: TakeTimes | None = None  # takes the times of the operators of a group
+    operators: OperatorTimes | None = None  # takes what the first calls of groups show
     begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
 
 

@@ -197,7 +197,7 @@ class Tracker:
         assert thread.current is not None
         packer = Packer()
         packer.take_for(thread.current, layer)
-        begun = self.replays.begin(followed, policy, packer, args, kwargs, thread.settings.take_times)
+        begun = self.replays.begin(followed, policy, packer, args, kwargs, thread.settings.operators)
         if begun is None:
             return None
         layer.recomputed = policy

@@ -21,9 +21,9 @@ from typing import TypeAlias
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..model.tuning.metering import Stage
-from ..model.tuning.script import representatives, ways_of
+from ..model.tuning.script import ways_of
 from ..planner import Variant
-from ..replay import everything, saving
+from ..replay import saving
 from ..schedule.costs import Link
 from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
@@ -58,7 +58,6 @@ class FirstSteps:
         self._stage = Stage.FIRST
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
-        self._sizes: dict[int, dict[int, list[int]]] = {}  # by stage and group: bytes that it saves if it is replayed
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
@@ -137,8 +136,6 @@ class FirstSteps:
                 engine.counters.reset()
             standing = dict[int, Standing]()
             for each in self._stages:
-                if self._limits.may_recompute:
-                    self._run_as_they_are(each)
                 self._gradients[each.index] = each.steering.gradients
                 boundary, output = kept_outputs(each.index, self._conductor.learned)
                 boundary += each.steering.outside
@@ -146,15 +143,6 @@ class FirstSteps:
             self._meter = StepMeter(self._backend, engine.counters, standing)
             engine.record(self._meter)
             self._conductor.watching = self._meter.note
-
-    def _run_as_they_are(self, stage: RankStage) -> None:
-        """Do not replay a compiled group of each kind in the next steps; see `script` [Note: the first passes]."""
-        steering, chosen = stage.steering, representatives(stage.steering.groups)
-        if chosen and steering.known:
-            saved = zip(steering.groups, steering.saved, strict=True)
-            self._sizes[stage.index] = {each.group: [nbytes for _, nbytes in group] for each, group in saved}
-            names = zip(steering.names, steering.groups, strict=True)
-            steering.recompute({name: everything for name, group in names if group.group not in chosen})
 
     def end(self, *, failed: bool) -> None:
         """End a step."""
@@ -225,10 +213,9 @@ class FirstSteps:
         split backward reads what it reads where all is replayed, and of what is made then as much as has stayed for it;
         where a way saves more, it may read all of that.
         """
-        operators, groups = self._operators[stage.index].costs(), stage.steering.groups
-        among, sizes = {group.group for group in groups}, self._sizes.get(stage.index, {})
-        replayed, batch = stage.steering.replayed, self._backend.batch
-        found = ways_of(groups, cost.groups, among, replayed, operators, sizes, batch)
+        operators, groups = self._operators[stage.index], stage.steering.groups
+        among, batch = {group.group for group in groups}, self._backend.batch
+        found = ways_of(groups, cost.groups, among, operators.costs(), operators.saved, batch)
         ways, splits = list[tuple[Variant, ...]](), list[SplitCost]()
         pairs = list(zip(cost.groups, found, strict=True))
         made = sum(own.cost.nbytes - whole.nbytes for whole, (own, *_) in pairs)

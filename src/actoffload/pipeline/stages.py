@@ -148,8 +148,8 @@ class StageSteering(Steering):
             every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         begun = partial(conductor.pass_begins, microbatch)
-        take_times = None if self.operators is None else self.operators.add
-        return PassSettings(mode, order, lambda order: _roles(len(order), offloaded), self._policies, take_times, begun)
+        roles = lambda order: _roles(len(order), offloaded)  # noqa: E731
+        return PassSettings(mode, order, roles, self._policies, self.operators, begun)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups, and what they save."""

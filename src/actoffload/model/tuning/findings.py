@@ -134,7 +134,6 @@ class Findings:
     short: int = 0  # bytes that earlier plans counted on and did not find
     reserve: int = 0  # bytes by which the limit is smaller for the rank that takes most
     device_bytes: int | None = None  # that the device has
-    runs_compiled: bool = False  # there is room to run a compiled group of each kind as it is in the leanest pass
     largest: int = 0  # bytes of the largest tensor
     size: int = 0  # elements of the inputs
     tokens: int = 0  # elements of the largest of the inputs
@@ -166,10 +165,10 @@ class Findings:
             return Room(link=measured_link(meter))
         # Earlier passes, whose backward is still to come, may keep everything.
         in_flight = lean.waiting * sum(map(sum, lean.sizes))
-        limit = max(self.most(self.largest, self.device_bytes) - in_flight, 0)
+        limit = max(self._most(self.largest, self.device_bytes) - in_flight, 0)
         return Room(limit, lean.highest(), measured_link(meter)).less(self.short)
 
-    def most(self, largest: float, device_bytes: int) -> int:
+    def _most(self, largest: float, device_bytes: int) -> int:
         """Return the bytes that a pass may take, given those of its largest tensor."""
         most = usable(device_bytes, round(largest))
         return most if self.budget is None else min(most, self.budget)
@@ -258,7 +257,7 @@ class Findings:
         if self.limit is None or self.device_bytes is None:
             return self.limit
         larger = max(tokens / self.tokens, 1.0) * self.largest
-        return self.limit - self.most(self.largest, self.device_bytes) + self.most(larger, self.device_bytes)
+        return self.limit - self._most(self.largest, self.device_bytes) + self._most(larger, self.device_bytes)
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.

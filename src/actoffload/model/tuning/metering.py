@@ -29,7 +29,7 @@ class Stage(enum.Enum):
     """What a pass of a model, or a step of a pipeline, is for."""
 
     FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
-    LEAN = "everything is replayed and offloaded, measured by group; one compiled group of each kind is not run again"
+    LEAN = "everything is replayed and offloaded, measured by group"
     PLAN = "the plan, timed"
 
 
@@ -78,7 +78,6 @@ class TimedPass:
         self.ended: StreamEvent | None = None
         self.sequence: tuple[GroupKey, ...] = ()
         self.sizes: list[tuple[int, ...]] = []  # by group: bytes of the storages that it saves
-        self.replayed: frozenset[int] = frozenset()  # groups
         self.adopted = 0  # bytes saved between the groups and offloaded with one
         self.shared = 0  # bytes that many groups save
         self.waiting = 0  # earlier passes whose backward is still to come
@@ -125,8 +124,6 @@ class TimedPass:
             key.group for key, layer in zip(sequence, done.layers, strict=False) if layer.no_graph
         )
         self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
-        again = (key.group for key, layer in zip(sequence, done.layers, strict=True) if layer.recomputed)
-        self.replayed = frozenset(again)
         living = {storage for layer in done.layers for storage in layer.living()}
         self.shared = sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)
 

@@ -5,9 +5,9 @@ leanest there is: every group is replayed in backward, and what it needs for tha
 the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
-way.  A compiled group has no operators to time: one of each kind is not replayed in that pass, if the first pass shows
-that there is room for it.  If everything fits without, one more pass keeps everything, to know its peak; then nothing
-is installed.
+way.  A compiled group has no operators to time: it runs again as a whole, and what it would save otherwise is counted
+where it is dropped.  If everything fits without, one more pass keeps everything, to know its peak; then nothing is
+installed.
 
 Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
 first pass takes host memory, and its second is timed.  One that takes longer than was simulated runs once more, because
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TypeAlias
@@ -36,7 +36,7 @@ from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
 from .metering import Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "representatives", "timed_operators", "ways_of"]
+__all__ = ["Script", "Steps", "timed_operators", "ways_of"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
@@ -83,10 +83,6 @@ class Script:
             traced.append((yield from self._pass(Stage.FIRST)))
             # [guard: first pass without inputs -> True]
             known = traced[-1].elements > 0 and not self._untraced(traced)
-        first, device_bytes = traced[-1], self._backend.memory_limit()
-        # A compiled group that runs as it is takes at most as much more as all of a pass in which it runs again.
-        room = inf if device_bytes is None else found.most(0, device_bytes)
-        found.runs_compiled = 2 * first.peak - first.allocated <= room
         lean = yield from self._pass(Stage.LEAN)
         self._look_at_room(lean)
         for timed in (*traced, lean):
@@ -97,14 +93,9 @@ class Script:
         return (yield from self._fitted(plan))
 
     def _untraced(self, traced: Sequence[TimedPass]) -> bool:
-        """Return whether the operators of a replayed group are not known, or what a compiled one saves then.
-
-        Of several compiled groups of a kind both are measured in the next pass.
-        """
+        """Return whether the operators of a replayed group are not known, or what a compiled one saves."""
         ran = {key.group: self._state.groups[key.group] for key in self._state.plans.order}
-        kinds, seen = Counter(map(kind_of, ran.values())), {key.group for key in traced[-1].sequence}
-        compiled = {k: group for k, group in ran.items() if group.is_compiled}
-        known = {k for k, group in compiled.items() if k in seen or kinds[kind_of(group)] > 1}
+        known = {key.group for key in traced[-1].sequence if ran[key.group].is_compiled}
         known |= traced[-1].graphless  # [guard: groups that are frozen]
         known.update(*(timed.operators.groups for timed in traced if timed.operators is not None))
         return not known >= ran.keys() & self._policies.keys()
@@ -192,10 +183,13 @@ class Script:
         operators: dict[int, list[OperatorCost]] = {}
         for each in traced:
             operators |= timed_operators(each, lean.elements)
-        first = traced[-1]
-        larger, saved = lean.elements / max(first.elements, 1), zip(first.sequence, first.sizes, strict=True)
-        sizes = {key.group: [math.ceil(larger * nbytes) for nbytes in group] for key, group in saved}
-        return ways_of(groups, costs, self._policies, lean.replayed, operators, sizes, self._backend.batch)
+        saved: dict[int, list[int]] = {}
+        for each in traced:
+            assert each.operators is not None
+            larger = lean.elements / max(each.elements, 1)
+            for number, sizes in each.operators.saved.items():
+                saved[number] = [math.ceil(larger * nbytes) for nbytes in sizes]
+        return ways_of(groups, costs, self._policies, operators, saved, self._backend.batch)
 
     def _fitted(self, plan: Plan) -> Steps:
         """Try plans, and the same with whole replay, and return the best; see `trials` [Note: trials of plans]."""
@@ -289,19 +283,12 @@ def kind_of(group: FollowedModule) -> Hashable:
     return type(module), tuple(weight.shape for weight in module.parameters())
 
 
-def representatives(groups: Iterable[FollowedModule]) -> set[int]:
-    """Return one compiled group of each kind: the last, at whose backward no other has new gradients."""
-    compiled = (group for group in groups if group.ref() is not None and group.is_compiled)
-    return {*{kind_of(group): group.group for group in compiled}.values()}
-
-
 def ways_of(
     groups: Sequence[FollowedModule],
     costs: Sequence[LayerCost],
     among: Collection[int],
-    replayed: Collection[int],
     operators: Mapping[int, Sequence[OperatorCost]],
-    sizes: Mapping[int, Sequence[int]],
+    saved: Mapping[int, Sequence[int]],
     batch: int,
 ) -> list[tuple[Variant, ...]]:
     """Return the ways to run each group, the first of them without replay; see [Note: the first passes].
@@ -310,71 +297,36 @@ def ways_of(
     ----------
     groups, costs : sequence
         In the order of the leanest pass, and what each cost there.
-    among, replayed : collection of int
-        The groups that plans may replay, and those that were replayed in that pass.
-    operators, sizes : mapping
-        By group: its operators with their times, and bytes of what it saves where it is replayed, if they are known.
+    among : collection of int
+        The groups that plans may replay.
+    operators, saved : mapping
+        By group: its operators with their times; of a compiled one bytes of what it saves beside its inputs as it is.
     batch : int
         Copies wait until they have that many bytes, as in `LayerCost.in_batches`.
     """
     times = Counter(group.group for group in groups)
-    alike = dict[tuple[Hashable, bool], LayerCost]()  # compiled groups, by kind, and whether they were replayed
-    for group, cost in zip(groups, costs, strict=True):
-        if group.is_compiled:
-            alike[kind_of(group), group.group in replayed] = cost
     found = list[tuple[Variant, ...]]()
     for group, cost in zip(groups, costs, strict=True):
-        number, kind = group.group, kind_of(group)
+        number = group.group
         ways: tuple[Variant, ...] = (Variant(cost),)
         # One that runs several times would have one way for all of them.
         once = number in among and times[number] == 1
-        if once and group.is_compiled and number in replayed:
-            ways = _compiled_ways(alike.get((kind, False)) or _run_once(cost), cost, cost)
-        elif once and group.is_compiled:
-            ways = _compiled_ways(cost, alike.get((kind, True)) or _run_again(cost, sizes.get(number)), cost)
+        if once and saved.get(number):
+            ways = Variant(_run_once(cost, saved[number])), Variant(cost, ())
         elif once and operators.get(number):
             ways = replay_ways(cost, within(operators[number], cost.forward))
         found.append(tuple(way.map(lambda cost: cost.in_batches(batch)) for way in ways))
     return found
 
 
-def _compiled_ways(own: LayerCost, again: LayerCost, here: LayerCost) -> tuple[Variant, ...]:
-    """Return the ways to run a compiled group `here`, of which others of its kind may have shown what they cost."""
-    own, again = (
-        replace(each, other_bytes=here.other_bytes, gap_forward=here.gap_forward, gap_backward=here.gap_backward)
-        for each in (own, again)
-    )
-    if again.nbytes >= own.nbytes:
-        return (Variant(here),)
-    host = min(again.host_backward, own.host_backward + again.host_forward)
-    return Variant(own), Variant(replace(again, forward=own.forward, host_backward=host), ())
-
-
-def _run_once(again: LayerCost) -> LayerCost:
-    """Return at most what a compiled group costs as it is, by what it costs if it is run again.
-
-    All that it saves is among what its backward allocates then.
-    """
-    more = again.backward_temporary
+def _run_once(again: LayerCost, sizes: Sequence[int]) -> LayerCost:
+    """Return what a compiled group costs as it is, by what it costs if it is run again, and the bytes that it saves."""
     return replace(
         again,
-        saved=(*again.saved, Saved(more)) if more else again.saved,
+        saved=(*again.saved, *map(Saved, sizes)),
         backward=max(again.backward - again.forward, again.forward),
         host_backward=max(again.host_backward - again.host_forward, 0.0),
-        backward_temporary=0,
-    )
-
-
-def _run_again(own: LayerCost, sizes: Sequence[int] | None) -> LayerCost:
-    """Return the cost of a compiled group that is run again as a whole, by what it saves then; `own` if not known."""
-    if sizes is None:
-        return own
-    return replace(
-        own,
-        saved=tuple(Saved(nbytes) for nbytes in sizes if nbytes),
-        backward=own.forward + own.backward,
-        host_backward=own.host_forward + own.host_backward,
-        backward_temporary=own.nbytes + max(own.forward_temporary, own.backward_temporary),
+        backward_temporary=max(again.backward_temporary - sum(sizes), 0),
     )
 
 

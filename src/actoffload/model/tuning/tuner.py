@@ -25,12 +25,13 @@ from ...replay import Policy
 from ...schedule.execution_order import GroupKey, Roles, remap
 from ...schedule.plan import Plan
 from ...tune.meter import Meter
-from ..follow import ModelState, TakeTimes
+from ..follow import ModelState
+from ..replays import OperatorTimes
 from ..steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
 from .findings import Findings, Room
 from .metering import Stage, TimedPass
 from .ranks import WINDOW, Decision, Ranks
-from .script import Script, Steps, representatives
+from .script import Script, Steps
 
 __all__ = ["Tuner"]
 
@@ -175,10 +176,10 @@ class Tuner:
                 self._engine.trim(keep=self.found.host_bytes)
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
-            memory = stage is Stage.FIRST or (stage is Stage.PLAN and self.found.limit is not None)
+            memory = stage is Stage.PLAN and self.found.limit is not None
             timed = TimedPass(stage, self._number, tensors, self._state, memory=memory)
             self._timed = timed
-            return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
+            return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -275,20 +276,10 @@ class Tuner:
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
 
-    def _settings_in(self, stage: Stage, take_times: TakeTimes | None) -> PassSettings:
-        """Return how a pass of a stage is followed."""
-        if stage is Stage.PLAN:
-            return self._planned(self.found)
-        policies = dict(self._policies)
-        if stage is Stage.LEAN and self.found.runs_compiled:
-            for group in representatives(self._state.groups[number] for number in self._optional):
-                del policies[group]
-        return self._leanest(policies, take_times)
-
-    def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
+    def _leanest(self, policies: Mapping[int, Policy], operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        return PassSettings(Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), policies, take_times)
+        return PassSettings(Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), policies, operators)
 
     def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings:
         """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
