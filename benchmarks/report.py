@@ -234,11 +234,10 @@ def headline(results: Sequence[Row]) -> str:
     days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
     recorded = f"Recorded on {', '.join(devices)}, {' to '.join(sorted({*days[:1], *days[-1:]}))}.{busy}"
-    slower = [
-        f"{title}, {ratio:.2f} ×" for title, ratio, *_ in pictures.bars(jobs, pictures.measured_jobs(jobs)) if ratio > 1
-    ]
-    if slower:
-        recorded = f"Slower than checkpointing: {'; '.join(slower)}.\n{recorded}"
+    bars = pictures.bars(jobs, pictures.measured_jobs(jobs))
+    others = [f"{title}, {ratio:.2f} ×" for title, ratio, *_ in bars if round(ratio, 2) >= 1]
+    if others:
+        recorded = f"Not faster than checkpointing: {'; '.join(others)}.\n{recorded}"
     if any(without is None for *_, without, _ in pictures.bars(jobs)):
         recorded = f"A job that runs out of memory without offload has all memory of the GPU.\n{recorded}"
     return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded * bool(used)]).rstrip()
@@ -257,7 +256,7 @@ def _faster(jobs: dict[str, list[Row]]) -> str:
     ratios = [bar[1] for bar in pictures.bars(jobs)]
     if not ratios:
         return ""
-    wins, extremes = sum(r < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × as long"
+    wins, extremes = sum(round(r, 2) < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × as long"
     return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs shown, at its memory: {extremes}."
 
 

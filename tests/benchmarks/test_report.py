@@ -52,10 +52,10 @@ def test_the_headline_says_most_with_what_is_recorded() -> None:
     assert "Recorded on GPU, 2026-12-01." in found
     found = report.headline([*L16, *SEARCH])
     assert "256k tokens, 8k with no offload, 128k with checkpointing, inputs offloaded" in found
-    assert "Slower" not in found
+    assert "Not faster" not in found
     e4 = [row("E4", "none", 100), row("E4", "checkpoint", 120), row("E4", "budget", 150)]
-    assert "Slower than checkpointing: Experts in a pipeline on four GPUs, 1.25 ×." in report.headline([*P8, *e4])
-    assert "bits" not in report.headline([*P8, *BITS[:-1], row("bits", "budget", 100, same_bits="no")])
+    assert "Not faster than checkpointing: Experts in a pipeline on four GPUs, 1.25 ×." in report.headline([*P8, *e4])
+    assert "**Same bits.**" not in report.headline([*P8, *BITS[:-1], row("bits", "budget", 100, same_bits="no")])
 
 
 def test_recorded_jobs_are_taken_over_written_drawn_and_checked(tmp_path: Path) -> None:
