@@ -143,10 +143,11 @@ def test_what_a_kept_group_saved_before_is_not_copied_in_vain():
         Event(When.BACKWARD_START, 1): (Action(Do.RELOAD, 0),),
     }
     plan = Plan(6, steps, names=tuple(f"blocks.{k}" for k in range(6)))
-    _, statistics = agrees(Inside(6, Tanh), lambda model, x: model(x.requires_grad_()), steps=1, plan=plan)
+    handle, statistics = agrees(Inside(6, Tanh), lambda model, x: model(x.requires_grad_()), steps=1, plan=plan)
     # The input and the output of the first block, and the output of the third, whose input the second one keeps.
     assert statistics.bytes_offloaded == 3 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == 3 * UNIT
+    assert [group.kept.get(Reason.SHARED) for group in handle.report().groups][:3] == [(1, UNIT), None, (2, 2 * UNIT)]
 
 
 def test_groups_that_did_not_run_are_named():

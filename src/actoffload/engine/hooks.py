@@ -254,9 +254,12 @@ class StorageRegistry:
     def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
         """Return the record of a storage of an offloaded layer that a kept one holds: a copy frees nothing."""
         resident = self.resident_at(address(tensor.untyped_storage()))
-        if resident is not None:
-            layer.residents.append(weakref.ref(resident))
-            self._counters.keep(Reason.SHARED, resident.nbytes)
+        ref = None if resident is None else weakref.ref(resident)
+        if resident is not None and ref is not None and ref not in layer.residents:
+            layer.residents.append(ref)
+            count = layer.kept.setdefault(Reason.SHARED, [0, 0])
+            count[0] += 1
+            count[1] += resident.nbytes
         return resident
 
     def save_as_before(
