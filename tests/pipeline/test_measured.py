@@ -30,6 +30,15 @@ def timed(device: Timed) -> nn.Module:
     return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
 
 
+def compiled(device: Timed) -> nn.Module:
+    """Return the blocks of a stage, which are compiled one by one."""
+    blocks: Any = timed(device)
+    for block in blocks:
+        block.forward = torch._dynamo.disable(block.forward)  # it has time only as plain Python
+        block.compile(backend="eager")
+    return blocks
+
+
 def skipping(device: Timed) -> nn.Module:
     """Return the blocks of a stage, of which some may be skipped."""
     return Skipping(*timed(device))
@@ -163,16 +172,25 @@ def test_the_decision_is_logged(caplog):
 
 
 # The backward of the inputs of a stage frees nothing, so a microbatch of a stage is the least.
-@pytest.mark.parametrize(("name", "part"), [("ScheduleGPipe", 0.3), ("ScheduleInterleaved1F1B", 0.3), (SPLIT[1], 0.8)])
-def test_recomputed_where_offloading_costs_time(name, part):
+@pytest.mark.parametrize(
+    ("name", "part", "stage"),
+    [
+        ("ScheduleGPipe", 0.3, timed),
+        ("ScheduleInterleaved1F1B", 0.3, timed),
+        (SPLIT[1], 0.8, timed),
+        ("ScheduleGPipe", 0.3, compiled),
+        ("ScheduleInterleaved1F1B", 0.3, compiled),
+    ],
+)
+def test_recomputed_where_offloading_costs_time(name, part, stage):
     """The link is slow; a recomputed group takes half as long again, and saves next to nothing."""
-    handle, steps, _ = run(name, SAVED / 16, MEASURED + 2, fraction=1.0)
+    handle, steps, _ = run(name, SAVED / 16, MEASURED + 2, stage=stage, fraction=1.0)
     assert handle.plan.peak_bytes is not None
     budget = round(handle.plan.peak_bytes * part)
     handle.remove()
     times = {}
     for recompute in (False, "auto"):
-        handle, steps, _ = run(name, SAVED / 16, 9, memory_budget=budget, recompute=recompute)
+        handle, steps, _ = run(name, SAVED / 16, 9, stage=stage, memory_budget=budget, recompute=recompute)
         plan = handle.plan
         assert plan.peak_bytes is not None
         assert bool(plan.saves) == (recompute == "auto")

@@ -115,8 +115,8 @@ class Packer:
         self._small = layer.small
         self._smallest = limit.surely
         # What a kept layer saves need not be followed, unless the plan may change or every step is recorded.
-        kept = index > roles.last_leaving or (roles.planned and index in roles.stay)
-        self._stays_whole = kept and owner.settled and not engine.follows_all
+        is_kept = index > roles.last_leaving or (roles.planned and index in roles.stay)
+        self._stays_whole = is_kept and owner.settled and not engine.follows_all
         # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
         self._as_saved = layer.eager and roles.planned and index not in roles.stay
         self._aside = None
@@ -253,9 +253,9 @@ class StorageRegistry:
 
     def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
         """Return the record of a storage of an offloaded layer that a kept one holds: a copy frees nothing."""
-        resident = self.resident_at(address(tensor.untyped_storage()))
-        ref = None if resident is None else weakref.ref(resident)
-        if resident is not None and ref is not None and ref not in layer.residents:
+        ref = self._residents.get(address(tensor.untyped_storage()))
+        resident = None if ref is None else ref()
+        if ref is not None and resident is not None and ref not in layer.residents:
             layer.residents.append(ref)
             count = layer.kept.setdefault(Reason.SHARED, [0, 0])
             count[0] += 1

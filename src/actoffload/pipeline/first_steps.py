@@ -88,9 +88,9 @@ class FirstSteps:
 
     @property
     def _traced(self) -> bool:
-        """Whether the operators of all groups are known that are replayed."""
+        """Whether the operators of all groups are known that are replayed, or what compiled ones save."""
         return not self._limits.may_recompute or all(
-            group.is_compiled or group.group in self._operators[stage.index].groups
+            group.group in self._operators[stage.index].groups
             for stage in self._stages
             for group in stage.steering.groups
             if group.group in stage.steering.replayed
