@@ -210,8 +210,9 @@ def search(
                 raise UnavailableError
             return bool(sample["status"] == "ok")
 
-        # A smaller device trains about as much shorter sequences.
-        first = FIRST[arm] * 1024 * (1.0 if memory is None else max(0.05, (memory - 18) / 62))
+        # Without what the weights take, a smaller device trains about as much shorter sequences.
+        weights = 6 if base.four_bit else 18  # GB
+        first = FIRST[arm] * 1024 * max(0.05, ((memory or 80) - weights) / 62)
         try:
             print(f"{arm}: {longest(lengths, 32 if rehearse else int(first), trains)} tokens train", flush=True)
         except UnavailableError:
