@@ -107,8 +107,24 @@ class ExpertBlock(nn.Module):
         return x + self.experts(rows.sin(), counts, padded=True).view_as(x)
 
 
+class FourBitBlock(nn.Module):
+    """A gated MLP with frozen weights in 4 bits, and trained ones of low rank beside each."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        linear = pytest.importorskip("bitsandbytes").nn.Linear4bit
+        for name, rows, columns in (("gate", width, 3 * width), ("up", width, 3 * width), ("down", 3 * width, width)):
+            self.add_module(name, linear(rows, columns, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"))
+            self.add_module(f"{name}_lora", nn.Sequential(nn.Linear(rows, 8), nn.Linear(8, columns)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x) + self.gate_lora(x), self.up(x) + self.up_lora(x)
+        y = nn.functional.silu(gate) * up
+        return x + self.down(y) + self.down_lora(y)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("block", [LigerBlock, ExpertBlock])
+@pytest.mark.parametrize("block", [LigerBlock, ExpertBlock, FourBitBlock])
 def test_functions_with_kernels_of_their_own_are_replayed(block: Callable[[], nn.Module], fraction: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[block() for _ in range(6)]).to(DEVICE, torch.bfloat16)

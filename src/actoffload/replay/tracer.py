@@ -242,7 +242,7 @@ class Tracer(_Base):  # type: ignore[misc]
         return found
 
     def _place(self, tensor: Tensor) -> Place | None:
-        if type(tensor) not in _PLAIN or not _has_memory(tensor):
+        if not _is_plain(tensor) or not _has_memory(tensor):
             return None
         return Place(self._value_of(tensor), View.of(tensor))
 
@@ -415,7 +415,7 @@ class Tracer(_Base):  # type: ignore[misc]
         function = self._function
         with no_torch_dispatch():
             elsewhere = self._stream() != self._at  # [guard: reads of another stream] backward would make it there
-            if elsewhere or type(tensor) not in _PLAIN or not _has_memory(tensor) or _is_weight(tensor):
+            if elsewhere or not _is_plain(tensor) or not _has_memory(tensor) or _is_weight(tensor):
                 if function is not None:
                     function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
                 entry = Entry(UNKNOWN, None, self.segment, False)
@@ -465,6 +465,12 @@ def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     if tracer is None:
         return _apply.__func__(function, *args, **kwargs)
     return tracer.call_function(function, _apply.__func__, args, kwargs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is its memory and no more; the weights of bitsandbytes have a class, and are, too."""
+    kind = type(tensor)
+    return kind in _PLAIN or (issubclass(kind, Parameter) and not has_own_dispatch(kind))
 
 
 def _has_memory(tensor: Any) -> bool:
