@@ -142,10 +142,10 @@ def origin(of_job: Sequence[Row]) -> str:
     row = max(of_job, key=lambda each: each["date"])
     versions = ", ".join(f"{name} {row[name]}" for name in ("driver", "torch", "transformers") if row.get(name))
     found = f"Recorded on {row['date'][:10]} from commit `{row['commit'][:12]}`: {row['device']}, {versions}."
-    others: dict[tuple[str, str], list[str]] = {}
+    others: dict[tuple[str, str], dict[str, None]] = {}
     for each in of_job:
         if each["commit"] != row["commit"]:
-            others.setdefault((each["date"][:10], each["commit"][:12]), []).append(name_of(each["arm"]))
+            others.setdefault((each["date"][:10], each["commit"][:12]), {})[name_of(each["arm"])] = None
     return found + "".join(f" {'; '.join(arms)}: {date}, `{commit}`." for (date, commit), arms in others.items())
 
 
