@@ -114,7 +114,28 @@ class Scalars(Linear):
         return y / scale * torch.exp(y - y.amax()) + scale * y.std(-1, keepdim=True)
 
 
-KINDS = [Chunks, Strides, Expanded, ChannelsLast, OtherTypes, Complex, Inputs, Empty, Several, Scalars]
+class InPlace(Linear):
+    """Operators that write to what another one has made: all of it, a part, in another type, and in another order."""
+
+    def forward(self, x):
+        y = super().forward(x).add_(x).relu_()
+        part, mixed, turned = y.sin(), y.cos(), y.mT.clone()
+        part[:, ::2].mul_(2.0)
+        mixed.mul_(y.double())
+        turned.addmm_(y.mT, y[:, : len(y)])
+        return y * part.sin() + mixed.exp() + (Saved.apply(turned).sin() * y.mT).mT
+
+
+class Relu(Linear):
+    """The end of a block of a ResNet."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y += x
+        return F.relu(y, inplace=True).sin().sin()
+
+
+KINDS = [Chunks, Strides, Expanded, ChannelsLast, OtherTypes, Complex, Inputs, Empty, Several, Scalars, InPlace, Relu]
 
 
 @ways
@@ -123,7 +144,7 @@ def test_values_and_views(kind, policy, fraction):
     check(lambda: Net(kind), policy=policy, fraction=fraction)
 
 
-@pytest.mark.parametrize("kind", [Chunks, Strides, Expanded, ChannelsLast, Complex, Inputs, Empty])
+@pytest.mark.parametrize("kind", [Chunks, Strides, Expanded, ChannelsLast, Complex, Inputs, Empty, InPlace])
 def test_saved_tensors_have_the_layout_of_the_forward(kind):
     def use(model: nn.Module) -> list[Tensor]:
         Saved.seen.clear()
@@ -135,6 +156,10 @@ def test_saved_tensors_have_the_layout_of_the_forward(kind):
     layouts: list[list[tuple[object, ...]]] = []
     check(lambda: Net(kind), use)
     assert layouts[0] == layouts[1] != []
+
+
+def test_what_is_written_in_place_is_made_again():
+    check(lambda: Net(Relu), freed=0.5)
 
 
 def test_nothing_is_dropped_that_is_smaller_than_min_bytes():

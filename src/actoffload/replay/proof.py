@@ -26,9 +26,9 @@ from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
 from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
+from .policy import default_generators
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Node, Value
-from .tracer import default_generators
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
 
@@ -148,9 +148,17 @@ def prove(
             return tensor
         first = saved[numbers[0]].tensor
         assert first is not None
-        same = tensor is not None and all(
-            (other := saved[number].tensor) is not None and same_bits(other, on_value(tensor, program.reads[number]))
-            for number in numbers
+        view = program.trace.values[value].view
+        same = (
+            tensor is not None
+            and view is not None
+            and tensor.dtype is view.dtype
+            and tensor.stride() == view.stride  # [guard: values that lie otherwise when they are made again]
+            and all(
+                (other := saved[number].tensor) is not None
+                and same_bits(other, on_value(tensor, program.reads[number]))
+                for number in numbers
+            )
         )
         if not same:  # [guard: values that differ when they are made again]
             banned.add(value)

@@ -2,6 +2,8 @@
 
 `[Note: values]`  A *value* is the content of one storage, named by a number.  Tensors on it are *places*: a value with
 a type, size, stride and offset.  An operator that writes to a storage begins a new value, so a value never changes.
+Where it writes all of a value that nothing has saved, as ``relu_`` does behind a convolution, its counterpart that
+returns a new tensor makes the new value.
 A value has a *maker*, the operator that returned its storage, or a *source*, an argument of the call or a weight of the
 module.  What has neither is only known where autograd saves it: results of random operators, of factories such as
 ``empty``, which a kernel that dispatch does not see may fill, and tensors from outside of the call.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import pickle
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +24,24 @@ from .._torch.tensors import (
     current_dispatch_mode,
     free_storage_weakref,
     has_own_dispatch,
-    is_capturing,
     no_torch_dispatch,
     storage_behind,
     storage_weakref,
 )
 from ..engine.layout import View
-from .policy import Policy, communicates, draws_random_numbers, rules_of, written_arguments
+from .policy import (
+    Policy,
+    communicates,
+    draws_random_numbers,
+    generator_states,
+    out_of_place,
+    rules_of,
+    states_of_python,
+    written_arguments,
+)
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Value, Weight
 
-__all__ = ["Tracer", "default_generators", "remove_tracers"]
+__all__ = ["Tracer", "remove_tracers"]
 
 _aten = torch.ops.aten
 _COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
@@ -111,7 +115,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 memory = tensor.untyped_storage()
                 if address(memory) not in self._ids:
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
-        self._random = self._states_of_python()
+        self._random = states_of_python(self._modules)
         self._host_reads = self.paused = False  # paused: while the engine packs what is saved
 
     # Begin and end
@@ -138,7 +142,7 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
-        steady = not self._host_reads and self._states_of_python() == self._random
+        steady = not self._host_reads and states_of_python(self._modules) == self._random
         self._forget_freed()
         return Trace(self.nodes, self.values, self.entries, returned, steady)
 
@@ -159,35 +163,22 @@ class Tracer(_Base):  # type: ignore[misc]
         for number in freed:
             self.values[number].maker, self.values[number].source = UNKNOWN, None
 
-    def _states_of_python(self) -> tuple[Any, ...]:
-        """Return the states of the generators of Python and NumPy: the global ones, and those of the modules."""
-        numpy = sys.modules.get("numpy")
-        kinds: tuple[type, ...] = (random.Random,)
-        states: list[Any] = [random.getstate()]
-        if numpy is not None:
-            kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
-            name, keys, *rest = numpy.random.get_state()
-            states += [name, keys.tobytes(), *rest]
-        found = [each for module in self._modules for each in vars(module).values() if isinstance(each, kinds)]
-        # What has no state draws from the system.
-        return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
-
     def __del__(self) -> None:
         for weak in self._weak:
             free_storage_weakref(weak)
 
     def _enter(self, module: Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():  # a branch of a higher-order operator
+        # A branch of a higher-order operator is compiled.
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
             return
-        if threading.get_ident() == self._thread:
-            if not self._calls:
-                self.segment += 1
-            self._calls.append(module)
+        if not self._calls:
+            self.segment += 1
+        self._calls.append(module)
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
             return
-        if threading.get_ident() == self._thread and self._calls and self._calls[-1] is module:
+        if self._calls and self._calls[-1] is module:
             self._calls.pop()
             if not self._calls:
                 self.segment += 1
@@ -269,10 +260,11 @@ class Tracer(_Base):  # type: ignore[misc]
         number = self._counts.get(operator, 0)
         self._counts[operator] = number + 1
         name = f"{operator}#{number}"
-        before = _generators() if rules.foreign and rules.replayable else None
+        before = generator_states() if rules.foreign and rules.replayable else None
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
+        makes = self._makes_anew(operator, with_places, args) if rules.mutable else None
         outputs = operator(*args, **kwargs)
         if rules.mutable:
             self._write(operator, args, kwargs)
@@ -280,16 +272,33 @@ class Tracer(_Base):  # type: ignore[misc]
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
         replayable = (
-            rules.replayable
+            (rules.replayable or makes is not None)
             and UNKNOWN not in reads
             # what runs under no_grad may be edited before backward
             and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
             and not draws_random_numbers(rules, args, kwargs)  # [guard: random numbers are not drawn again]
-            and before == (_generators() if before is not None else None)
+            and before == (generator_states() if before is not None else None)
         )
-        self._make(operator, name, with_places, named, outputs, tuple(reads), replayable)
+        if makes is None:
+            self._make(operator, name, with_places, named, outputs, tuple(reads), replayable)
+        elif replayable:
+            made = [(0, self._value_of(args[0]))]
+            self.values[made[0][1]].maker, self.values[made[0][1]].view = len(self.nodes), View.of(args[0])
+            self.nodes.append(Node(makes, name, with_places, named, made, tuple(reads), self._module(), self.segment))
         return outputs
+
+    def _makes_anew(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
+        """Return the operator that makes what another one is about to write; see [Note: values]."""
+        makes = out_of_place(operator)
+        place = places[0] if makes is not None and places else None
+        if not isinstance(place, Place) or self.values[place.value].maker == UNKNOWN:
+            return None
+        view, value = place.view, self.values[place.value]
+        whole = view == value.view and view.covered == value.nbytes
+        saved = any(entry.value == place.value for entry in self.entries)
+        types = {each.dtype for each in args if isinstance(each, Tensor)} - {view.dtype, torch.bool}
+        return None if types or saved or not whole else makes
 
     def _with_places(self, given: Any, reads: list[int]) -> Any:
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
@@ -361,7 +370,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._counts[function] = number + 1
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
-        before = _generators()
+        before = generator_states()
         running = self._function = _Running(len(self.values))
         try:
             outputs = apply(function, *args, **kwargs)
@@ -369,7 +378,7 @@ class Tracer(_Base):  # type: ignore[misc]
             self._function = None
         replayable = all(self._lasts(each) for each in args)
         # functions that draw random numbers
-        replayable &= running.pure and before == _generators() and UNKNOWN not in reads and not kwargs
+        replayable &= running.pure and before == generator_states() and UNKNOWN not in reads and not kwargs
         replayable &= self._stream() == self._at
         made: list[tuple[int, int]] = []
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -489,18 +498,3 @@ def _cast_weight(tensor: Tensor) -> Tensor | None:
 def _is_weight(tensor: Tensor) -> bool:
     base = base_of(tensor)
     return isinstance(tensor, Parameter) or isinstance(base, Parameter)
-
-
-def default_generators() -> list[torch.Generator]:
-    """Return PyTorch's default generators of the CPU and of the current GPU."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if torch.cuda.is_initialized() and not is_capturing():  # type: ignore[no-untyped-call]
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return the states of PyTorch's default generators."""
-    states = [generator.get_state() for generator in default_generators()]
-    # Read as memory: an operator would be seen by the tracer.
-    return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
