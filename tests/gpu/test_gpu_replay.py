@@ -146,6 +146,60 @@ def test_functions_with_kernels_of_their_own_are_replayed(block: Callable[[], nn
         assert without - saved > 5 * 3 * 4 * 1024 * 1536 * 2, "gate, up and their product are dropped"
 
 
+class DroppingBlock(nn.Module):
+    """A transformer block with dropout in its attention, behind it, and in the MLP."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(self.dropout(nn.functional.gelu(self.up(x)))))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_dropout_is_drawn_again(fraction: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[DroppingBlock() for _ in range(6)]).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 1024, 512, device=DEVICE, dtype=torch.bfloat16)
+    weights = list(model.parameters())
+
+    def run(k: int) -> tuple[list[Tensor], int]:
+        torch.manual_seed(k)
+        with flash():
+            y = model(x * 1.0)
+            saved = torch.cuda.memory_allocated()
+            if k % 2:
+                torch.manual_seed(100 + k)  # before backward, which draws nothing
+            state = torch.cuda.get_rng_state()
+            gradients = torch.autograd.grad(y.float().square().mean(), weights)
+        assert torch.equal(state, torch.cuda.get_rng_state())
+        return [each.cpu() for each in gradients], saved
+
+    want = [run(k) for k in range(4)]
+    before = torch.cuda.memory_allocated()
+    with actoffload.offload(model, recompute=True, min_bytes=2**16, fraction=fraction) as handle:
+        for _ in range(2):
+            for k in range(4):
+                got, saved = run(k)
+                equal(got, want[k][0])
+        inputs = 6 * x.nbytes
+        assert saved - before < 1.5 * inputs < 0.2 * (want[3][1] - before), "of a block, its input stays"
+        assert "Not recomputed" not in handle.plan.because
+        if not fraction:  # the masks stay, because offsets cannot be read in a graph
+            graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+            with flash(), torch.cuda.graph(graph):
+                made = torch.autograd.grad(model(x * 1.0).float().square().mean(), weights)
+            for k in range(4):
+                generator.manual_seed(k)
+                graph.replay()
+                equal([each.cpu() for each in made], want[k][0])
+
+
 def test_the_halves_of_a_block_are_made_again_one_after_the_other() -> None:
     """The MLP is used and freed before attention is made again, so the peak is less than that of checkpointing."""
 

@@ -29,7 +29,7 @@ from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
+from ..replay import Alarm, Beginning, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
 from .follow import FollowedModule, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -122,7 +122,7 @@ class _Kind:
 
     attributes: _Attributes
     trace: Trace | None = None
-    programs: dict[Policy, Program] = field(default_factory=dict)
+    programs: dict[tuple[Policy, bool], Program] = field(default_factory=dict)  # whether for a graph that is captured
     banned: frozenset[int] = frozenset()
     different: int = 0
     calls: int = 0
@@ -231,10 +231,11 @@ class Replays:
                 known.kinds.popitem(last=False)
         elif len(known.kinds) > 1:
             known.kinds.move_to_end(key)
-        program = kind.programs.get(policy)
-        if program is None and kind.trace is not None:
-            program = kind.programs[policy] = Program(kind.trace, policy, self._min_bytes(), kind.banned)
         capturing = self._backend.capturing()
+        program = kind.programs.get((policy, capturing))
+        if program is None and kind.trace is not None:
+            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, redraws=not capturing)
+            kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
@@ -261,11 +262,11 @@ class Replays:
             found.begin()
         return Begun(call, group, kind, policy, operators)
 
-    def _measure(self, program: Program, source: Callable[[int], torch.Tensor]) -> Times:
+    def _measure(self, program: Program, source: Callable[[int], torch.Tensor], beginning: Beginning | None) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
         key = _work_of(program)
         self._timed[key] += 1
-        return measure(program, source, self._backend) if self._timed[key] <= TIMED else {}
+        return measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else {}
 
     def finish(self, begun: Begun, output: Any) -> None:
         """End a call of a group that has returned."""
@@ -281,7 +282,8 @@ class Replays:
         program = call.program
         self.proven_bytes += call.proven_bytes
         if program.trace.steady and kind.different < DIFFERENT:
-            kind.trace, kind.programs[policy], kind.banned = program.trace, program, frozenset(program.banned)
+            kind.trace, kind.banned = program.trace, frozenset(program.banned)
+            kind.programs[policy, self._backend.capturing()] = program
         if begun.operators is not None and call.times is not None:
             begun.operators.add(begun.group, *call.times)
 

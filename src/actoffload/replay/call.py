@@ -23,6 +23,7 @@ from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import Expected, Program
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
+from .randomness import Beginning
 from .remake import Remake, Slot
 from .trace import UNKNOWN, leaves
 from .tracer import Tracer
@@ -52,7 +53,7 @@ class Call:
     compares_all : bool
         Whether all dropped values are compared in backward, by a sum over their bits, and not samples of some.
     timed : callable, optional
-        Times the operators of a program that is proven, given what returns its sources.
+        Times the operators of a program that is proven, given what returns its sources and the beginning of the call.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Call:
         *,
         proves: bool = False,
         compares_all: bool = False,
-        timed: Callable[[Program, Callable[[int], Tensor]], Times] | None = None,
+        timed: Callable[[Program, Callable[[int], Tensor], Beginning | None], Times] | None = None,
     ) -> None:
         self.agrees = True
         self.times: tuple[Program, Times] | None = None  # of all operators that can run again
@@ -82,6 +83,7 @@ class Call:
         self._drops_at: Mapping[int, Sequence[int]] = {}  # a proof drops what it has compared
         if isinstance(found, Program):
             self._remake.program, self._expected = found, found.expected
+            self._remake.beginning = Beginning.now() if found.trace.drawn else None
             self._drops_at = {} if proves else found.drops_at
             for value, place in found.inputs:
                 self._remake.held[value] = packer.pack(inputs[place])
@@ -124,11 +126,20 @@ class Call:
                 saved, slot = self._pack_kept(tensor, number, value)
         slots.append(slot)
         if number in self._drops_at:
+            if not self._has_drawn(self.program.trace.entries[number].drawn):
+                self._expected, self.agrees = (), False
+                return saved
             self._remake.note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
             self._drop(self._drops_at[number])
         return saved
 
     opaque(pack)
+
+    def _has_drawn(self, numbers: int) -> bool:
+        """Return whether the call has drawn so many random numbers, if it matters."""
+        beginning = self._remake.beginning
+        # [guard: calls that draw more random numbers -> True]
+        return not self.program.redraws or (beginning is not None and beginning.drawn() == numbers)
 
     def _shares(self, value: int, tensor: Tensor) -> bool:
         """Return whether a tensor lies on the storage on which the first one of a dropped value lies."""
@@ -187,12 +198,17 @@ class Call:
         if self.tracer is not None:
             tracer, self.tracer = self.tracer, None
             tracer.end()
-            trace = tracer.result(leaves(outputs))
+            trace, self._remake.beginning = tracer.result(leaves(outputs)), tracer.drawing.beginning
             # [guard: values that are written in place after they were saved]
             banned = {trace.entries[k].value for k in written}
             self._adopt(Program(trace, policy, min_bytes, banned))
             self._run_proof(whole=True)
-        elif not self.agrees or written or len(slots) != len(self._expected):
+        elif (
+            not self.agrees
+            or written
+            or len(slots) != len(self._expected)
+            or not self._has_drawn(self.program.trace.drawn)
+        ):
             self.agrees = False  # calls that save less
             self.give_up()
             return
@@ -245,7 +261,8 @@ class Call:
 
         saved = {k: slot for k, slot in enumerate(slots) if slot is not None and k in program.reads}
         droppable = {k for k in saved if entries[k].value in self.program.dropped}
-        banned = prove(program, source, saved, droppable, pure=not whole)
+        beginning = self._remake.beginning
+        banned = prove(program, source, saved, droppable, beginning, pure=not whole)
         self.proven_bytes = program.dropped_bytes
         if banned:
             policy, banned = self.program.policy, {*program.banned, *banned}
@@ -254,7 +271,7 @@ class Call:
             if banned:  # these values are kept, and read from where they were saved
                 program = Program(program.trace, everything, program.min_bytes, banned)
                 real |= saved_values(program)
-            self.times = program, self._timed(program, source)
+            self.times = program, self._timed(program, source, beginning)
 
     def _drop(self, numbers: Sequence[int]) -> None:
         """Empty the slots of some entries, and leave samples of what was not proven."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import pickle
-import random
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-
-from .._torch.tensors import is_capturing
 
 __all__ = [
     "COSTLY",
@@ -24,16 +17,13 @@ __all__ = [
     "Policy",
     "Rules",
     "communicates",
-    "default_generators",
     "draws_random_numbers",
     "everything",
-    "generator_states",
     "names_of",
     "out_of_place",
     "policy_for",
     "rules_of",
     "saving",
-    "states_of_python",
     "written_arguments",
 ]
 
@@ -268,35 +258,3 @@ def out_of_place(operator: Any) -> Any:
         return None
     found = getattr(getattr(_aten, name[:-1], None), operator._overloadname, None)
     return found if isinstance(found, _Operator) and rules_of(found).replayable and not rules_of(found).draws else None
-
-
-# Random numbers
-
-
-def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
-    """Return the states of the generators of Python and NumPy: the global ones, and those that are in modules."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (random.Random,)
-    states: list[Any] = [random.getstate()]
-    if numpy is not None:
-        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
-        name, keys, *rest = numpy.random.get_state()
-        states += [name, keys.tobytes(), *rest]
-    found = [each for module in modules for each in vars(module).values() if isinstance(each, kinds)]
-    # What has no state draws from the system.
-    return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
-
-
-def default_generators() -> list[torch.Generator]:
-    """Return PyTorch's default generators of the CPU and of the current GPU."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if torch.cuda.is_initialized() and not is_capturing():  # type: ignore[no-untyped-call]
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of PyTorch's default generators."""
-    states = [generator.get_state() for generator in default_generators()]
-    # Read as memory: an operator would be seen by the tracer.
-    return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)

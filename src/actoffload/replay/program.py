@@ -22,6 +22,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
+from .randomness import Beginning
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight, returns_one, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
@@ -138,12 +139,15 @@ class Program:
         Smaller values stay.
     banned : collection of int
         Values that turned out not to be the same when they were made again.
+    redraws : bool
+        Whether random numbers may be drawn again.
     """
 
     trace: Trace
     policy: Policy
     min_bytes: int
     banned: Collection[int] = ()
+    redraws: bool = True  # afterwards: whether an operator of the program draws
     nodes: list[Node] = field(default_factory=list)  # of the trace, see [Note: twins]
     dropped: frozenset[int] = frozenset()  # values
     sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
@@ -170,6 +174,7 @@ class Program:
         needed = self._needed()
         for number in sorted(needed):
             self.steps[number] = self._step(self.nodes[number], stands)
+        self.redraws = any(step.node.drawn is not None for step in self.steps.values())
         for number, entry in enumerate(trace.entries):
             if entry.value in self.dropped:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
@@ -231,7 +236,7 @@ class Program:
         return stands
 
     def _may_run(self, node: Node, stands: dict[int, View]) -> bool:
-        if self.policy.keeps(node.operator, node.name):
+        if self.policy.keeps(node.operator, node.name) or (node.drawn is not None and not self.redraws):
             return False
         if any(value not in stands for value in node.reads):
             return False
@@ -393,8 +398,8 @@ class Program:
 
     # Running
 
-    def run(self, step: Step, values: dict[int, Tensor]) -> None:
-        """Run one operator on values, and add what it makes."""
+    def run(self, step: Step, values: dict[int, Tensor], beginning: Beginning | None) -> None:
+        """Run one operator on values, and add what it makes; `beginning` is that of the call if the operator draws."""
         args, kwargs = step.args, step.kwargs
         if step.places:
             args = args.copy()
@@ -411,7 +416,12 @@ class Program:
             for at in step.scratch:
                 if args[at] is not None:
                     args[at] = args[at].clone()  # [guard: running statistics are updated once]
-        outputs = step.call(*args, **kwargs)
+        if step.node.drawn is None:
+            outputs = step.call(*args, **kwargs)
+        else:
+            assert beginning is not None
+            with beginning.at(step.node.drawn):
+                outputs = step.call(*args, **kwargs)
         if step.single != -1:
             values[step.single] = outputs
         elif isinstance(outputs, Tensor):

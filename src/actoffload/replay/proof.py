@@ -26,8 +26,8 @@ from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
 from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
-from .policy import default_generators
 from .program import Program, Step, copy_of, on_value
+from .randomness import Beginning, default_generators
 from .trace import FunctionCall, Node, Value
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
@@ -113,6 +113,7 @@ def prove(
     source: Callable[[int], Tensor],
     saved: Mapping[int, Real],
     droppable: Collection[int],
+    beginning: Beginning | None,
     *,
     pure: bool,
 ) -> set[int]:
@@ -128,6 +129,8 @@ def prove(
         The saved tensors, by entry.
     droppable : collection of int
         The entries that are dropped if they are equal.
+    beginning : Beginning, optional
+        Where the generator of the GPU was when the call began.
     pure : bool
         Whether functions are known to write to nothing and to draw no random numbers.
 
@@ -169,16 +172,16 @@ def prove(
         return tensor
 
     with below_everything:
-        _run_all(program, source, compare, pure=pure)
+        _run_all(program, source, compare, beginning, pure=pure)
     return banned
 
 
-def measure(program: Program, source: Callable[[int], Tensor], backend: Backend) -> Times:
+def measure(program: Program, source: Callable[[int], Tensor], beginning: Beginning | None, backend: Backend) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything:
-        _run_all(program, source, lambda value, tensor: tensor, pure=True, times=times, backend=backend)
+        _run_all(program, source, lambda value, tensor: tensor, beginning, pure=True, times=times, backend=backend)
     return times
 
 
@@ -194,6 +197,7 @@ def _run_all(
     program: Program,
     source: Callable[[int], Tensor],
     compare: Callable[[int, Tensor | None], Tensor | None],
+    beginning: Beginning | None,
     *,
     pure: bool,
     times: Times | None = None,
@@ -213,7 +217,7 @@ def _run_all(
             ran = False
         elif pure or not isinstance(step.call, FunctionCall):
             begun = None if backend is None else backend.record_timed(current_stream(backend))
-            program.run(step, values)
+            program.run(step, values, beginning)
             if times is not None and backend is not None:
                 times[number] = begun, backend.record_timed(current_stream(backend))
             ran = True
@@ -238,7 +242,7 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
     generators = default_generators()
     states = [generator.get_state() for generator in generators]
     try:
-        program.run(step, copies)
+        program.run(step, copies, None)
     except Exception:  # its forward needs more than an empty context has
         return False
     finally:

@@ -23,6 +23,7 @@ from .._torch.tensors import version_of
 from ..engine.hooks import unpack
 from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
+from .randomness import Beginning
 from .trace import Weight
 
 __all__ = ["Remake", "Slot"]
@@ -86,6 +87,7 @@ class Remake:
     """
 
     program: Program  # of the call, as soon as it is known
+    beginning: Beginning | None = None  # of the call, if its program draws random numbers
 
     def __init__(self, modules: Sequence[Module], alarm: Alarm, name: str) -> None:
         self.modules, self._alarm, self.name = modules, alarm, name
@@ -150,7 +152,7 @@ class Remake:
             for step, sources, unneeded in fill.run:
                 for value in sources:
                     values[value] = self._source(value)
-                program.run(step, values)
+                program.run(step, values, self.beginning)
                 for _, value in step.made:
                     count(values[value])
                     if value in self.samples:

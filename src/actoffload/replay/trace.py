@@ -5,8 +5,9 @@ a type, size, stride and offset.  An operator that writes to a storage begins a 
 Where it writes all of a value that nothing has saved, as ``relu_`` does behind a convolution, its counterpart that
 returns a new tensor makes the new value.
 A value has a *maker*, the operator that returned its storage, or a *source*, an argument of the call or a weight of the
-module.  What has neither is only known where autograd saves it: results of random operators, of factories such as
-``empty``, which a kernel that dispatch does not see may fill, and tensors from outside of the call.
+module.  What has neither is only known where autograd saves it: results of random operators, unless the numbers can be
+drawn again, of factories such as ``empty``, which a kernel that dispatch does not see may fill, and tensors from
+outside of the call.
 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
 Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
@@ -84,6 +85,7 @@ class Node:
     reads: tuple[int, ...]  # values
     module: str  # the name of the module in which it ran
     segment: int  # as in `Entry`
+    drawn: int | None = None  # random numbers of the call before its own, if it draws; see [Note: random numbers]
 
 
 class Entry(NamedTuple):
@@ -93,6 +95,7 @@ class Entry(NamedTuple):
     view: View | None
     segment: int  # which of the modules directly inside of the group was running
     by_function: bool  # a `torch.autograd.Function` saves it, whose backward may write to it
+    drawn: int = 0  # random numbers of the call before it was saved
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +107,7 @@ class Trace:
     entries: list[Entry]
     returned: frozenset[int]  # values that the module returns
     steady: bool  # the host read no values and drew no random numbers, so another call may do the same
+    drawn: int = 0  # random numbers of the whole call
 
 
 class FunctionCall:
@@ -173,6 +177,8 @@ def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
     for node in trace.nodes:
         nodes.append(node)
         if isinstance(node.operator, FunctionCall) or [place for place, _ in node.made] != [0]:
+            continue
+        if node.drawn is not None:  # [guard: operators that draw]
             continue
         value = node.made[0][1]
         view = trace.values[value].view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -29,16 +30,8 @@ from .._torch.tensors import (
     storage_weakref,
 )
 from ..engine.layout import View
-from .policy import (
-    Policy,
-    communicates,
-    draws_random_numbers,
-    generator_states,
-    out_of_place,
-    rules_of,
-    states_of_python,
-    written_arguments,
-)
+from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
+from .randomness import Drawing, generator_states, states_of_python
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Value, Weight
 
 __all__ = ["Tracer", "remove_tracers"]
@@ -105,6 +98,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
+        self.drawing = Drawing()
         self.segment = 0
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -123,6 +117,7 @@ class Tracer(_Base):  # type: ignore[misc]
     def begin(self) -> None:
         """Record from here on, in this thread."""
         _patch_functions()
+        self.drawing.begin()
         _thread.tracer = self
         self._handles.append(register_module_forward_pre_hook(self._enter))
         self._handles.append(register_module_forward_hook(self._leave, always_call=True))
@@ -142,9 +137,12 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
+        lost = () if self.drawing.is_known() else (node for node in self.nodes if node.drawn is not None)
+        for _, number in chain(*(node.made for node in lost)):
+            self.values[number].maker = UNKNOWN
         steady = not self._host_reads and states_of_python(self._modules) == self._random
         self._forget_freed()
-        return Trace(self.nodes, self.values, self.entries, returned, steady)
+        return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn)
 
     def _forget_freed(self) -> None:
         """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
@@ -171,8 +169,7 @@ class Tracer(_Base):  # type: ignore[misc]
         # A branch of a higher-order operator is compiled.
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
             return
-        if not self._calls:
-            self.segment += 1
+        self.segment += not self._calls
         self._calls.append(module)
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
@@ -180,8 +177,7 @@ class Tracer(_Base):  # type: ignore[misc]
             return
         if self._calls and self._calls[-1] is module:
             self._calls.pop()
-            if not self._calls:
-                self.segment += 1
+            self.segment += not self._calls
 
     # Values
 
@@ -265,27 +261,26 @@ class Tracer(_Base):  # type: ignore[misc]
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
         makes = self._makes_anew(operator, with_places, args) if rules.mutable else None
+        drawn = self.drawing.before() if draws_random_numbers(rules, args, kwargs) else None
         outputs = operator(*args, **kwargs)
-        if rules.mutable:
+        if makes is not None:
+            del self._ids[address(args[0].untyped_storage())]  # so that a new value begins
+        elif rules.mutable:
             self._write(operator, args, kwargs)
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
+        same = drawn is None or self.drawing.after(outputs)
         replayable = (
-            (rules.replayable or makes is not None)
+            same
+            and (rules.replayable or makes is not None)
             and UNKNOWN not in reads
             # what runs under no_grad may be edited before backward
             and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
-            and not draws_random_numbers(rules, args, kwargs)  # [guard: random numbers are not drawn again]
             and before == (generator_states() if before is not None else None)
         )
-        if makes is None:
-            self._make(operator, name, with_places, named, outputs, tuple(reads), replayable)
-        elif replayable:
-            made = [(0, self._value_of(args[0]))]
-            self.values[made[0][1]].maker, self.values[made[0][1]].view = len(self.nodes), View.of(args[0])
-            self.nodes.append(Node(makes, name, with_places, named, made, tuple(reads), self._module(), self.segment))
+        self._make(makes or operator, name, with_places, named, outputs, tuple(reads), replayable, drawn)
         return outputs
 
     def _makes_anew(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -335,6 +330,7 @@ class Tracer(_Base):  # type: ignore[misc]
         outputs: Any,
         reads: tuple[int, ...],
         replayable: bool,
+        drawn: int | None,
     ) -> None:
         made: list[tuple[int, int]] = []
         for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
@@ -347,7 +343,7 @@ class Tracer(_Base):  # type: ignore[misc]
         if made and replayable:
             for _, value in made:
                 self.values[value].maker = len(self.nodes)
-            self.nodes.append(Node(operator, name, args, kwargs, made, reads, self._module(), self.segment))
+            self.nodes.append(Node(operator, name, args, kwargs, made, reads, self._module(), self.segment, drawn))
 
     def _module(self) -> str:
         """Return the name of the innermost module inside that runs."""
@@ -372,10 +368,12 @@ class Tracer(_Base):  # type: ignore[misc]
         places = tuple([self._with_places(each, reads) for each in args])
         before = generator_states()
         running = self._function = _Running(len(self.values))
+        self.drawing.before()
         try:
             outputs = apply(function, *args, **kwargs)
         finally:
             self._function = None
+        self.drawing.after(outputs)
         replayable = all(self._lasts(each) for each in args)
         # functions that draw random numbers
         replayable &= running.pure and before == generator_states() and UNKNOWN not in reads and not kwargs
@@ -433,7 +431,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 if function is not None:
                     self.values[value].view = self.values[value].view or view
                     function.saved.append(value)
-                entry = Entry(value, view, self.segment, function is not None)
+                entry = Entry(value, view, self.segment, function is not None, self.drawing.drawn)
         self.entries.append(entry)
         return entry
 
