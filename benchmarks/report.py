@@ -104,8 +104,7 @@ def job_table(columns: dict[str, Callable[..., str]], of_job: Sequence[Row]) -> 
 
 def rank_table(of_job: Sequence[Row]) -> str:
     """Return the drop of the peak of each rank beside that of the plan; empty if no row has them."""
-    lines = []
-    nothing = find(of_job, "none")
+    lines, nothing = list[list[str]](), find(of_job, "none")
     for row in of_job if nothing is not None else ():
         columns = nothing["rank_peaks_gib"], row["rank_peaks_gib"], row["rank_drops_gib"]
         for rank, values in enumerate(zip(*(column.split() for column in columns), strict=False)):
@@ -244,12 +243,16 @@ def headline(results: Sequence[Row]) -> str:
 
 
 def _trains(jobs: dict[str, list[Row]]) -> str:
-    longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
+    longest = searched(row for row in jobs.get("context", []) if not row["memory_gb"])
     if "offload" not in longest:
         return ""
     other = "checkpoint_offload" if "checkpoint_offload" in longest else "checkpoint"
     most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", other))
-    return f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
+    said = f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
+    small = searched(row for row in jobs.get("context-qlora", []) if row["memory_gb"] == "24")
+    if small.keys() >= {"checkpoint", "offload"}:
+        said += f" QLoRA on 24 GB: {small['offload'] // 1024}k, {small['checkpoint'] // 1024}k with checkpointing."
+    return said
 
 
 def _faster(jobs: dict[str, list[Row]]) -> str:

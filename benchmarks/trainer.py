@@ -171,7 +171,7 @@ def trainer(name: str, *, rehearse: bool) -> Train:
 # The longest sequence that trains
 
 FIRST = {"none": 8, "checkpoint": 64, "checkpoint_offload": 128, "trl": 128, "offload": 128}
-"""Thousands of tokens that are tried first."""
+"""Thousands of tokens that are tried first; fewer with less memory, as less is left beside the weights."""
 
 
 def longest(lengths: Sequence[int], first: int, trains: Callable[[int], bool]) -> int | None:
@@ -210,9 +210,7 @@ def search(
                 raise UnavailableError
             return bool(sample["status"] == "ok")
 
-        # Without what the weights take, a smaller device trains about as much shorter sequences.
-        weights = 6 if base.four_bit else 18  # GB
-        first = FIRST[arm] * 1024 * max(0.05, ((memory or 80) - weights) / 62)
+        first = FIRST[arm] * 1024 * max(0.05, ((memory or 80) - (6 if base.four_bit else 18)) / 62)
         try:
             print(f"{arm}: {longest(lengths, 32 if rehearse else int(first), trains)} tokens train", flush=True)
         except UnavailableError:
