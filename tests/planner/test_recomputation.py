@@ -199,6 +199,9 @@ def test_values_are_held_where_that_fits():
     assert not lean.holds
     assert plan.seconds < lean.seconds
     assert {each.holds for each in frontier(*known)} == {False, True}
+    whole = names(8), [(Variant(again, None, held),)] * 8, Link(1e9, 1e9)
+    assert choose(*whole, limit=2 * GIB).holds, "whole replay of everything, which is tried beside the plan"
+    assert not choose(*whole, limit=GIB // 4).holds
 
 
 @pytest.mark.parametrize("eighths", range(8, 65, 4))

@@ -262,5 +262,5 @@ class _Model:
             recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if ways else (),
             recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
             saves=tuple(way.saves for way in taken) if ways else (),
-            holds=self._holds and bool(ways),
+            holds=self._holds and any(way.held for way in taken),
         )
