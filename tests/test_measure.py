@@ -14,11 +14,10 @@ from actoffload.measure import (
     measure_peak,
     measure_step_times,
     measure_steps,
-    measured_costs,
     trace_memory,
 )
 from actoffload.report.plots import plot_trace
-from actoffload.schedule import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
+from actoffload.schedule import Link
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
@@ -263,66 +262,3 @@ def test_compare_steps_of_a_handle(held: bool) -> None:
     assert result.drop == (3 if held else 4) * MIB
     assert result.ratio == (0.75 if held else 1.0)
     handle.remove()
-
-
-def still(layers: nn.ModuleList, steps: int) -> list[Timeline]:
-    pair = actoffload.get_cpu_offload_context(enabled=True, model_layers=len(layers), manual_synchronization=True)[:2]
-    found = []
-    for _ in range(steps):
-        with pair[0].record_timeline() as recorder:
-            stack(layers, pair)
-        found.append(recorder.timeline())
-    return found
-
-
-def test_measured_costs_give_the_measured_peak() -> None:
-    layers = nn.ModuleList([nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(6)])
-    timelines = still(layers, 3)
-    costs = measured_costs(timelines)
-    assert [cost.nbytes for cost in costs] == [5 * MIB] * 6
-    for cost in costs:
-        assert [saved.nbytes for saved in cost.saved] == [MIB, 2 * MIB, 2 * MIB]
-        assert [saved.saved_at for saved in cost.saved] == sorted(saved.saved_at for saved in cost.saved)
-        assert cost.order_of_use == (2, 1, 0)
-        assert cost.forward > 0
-        assert cost.backward > 0
-    link = Link(float("inf"), float("inf"))
-    assert simulate(Plan(6), costs, link).peak_bytes == max(t.peak_bytes for t in timelines) == 30 * MIB
-    pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=6)
-    stack(layers, pair)
-    predicted = simulate(DefaultSchedule(2, 6).plan(), costs, link).peak_bytes
-    assert pair[0].statistics().peak_resident_bytes == predicted
-
-
-def made_up(*levels: tuple[float, int], more: tuple[Span, ...] = ()) -> Timeline:
-    spans = (Span(Kind.FORWARD, 0, 0.0, 1.0), Span(Kind.BACKWARD, 0, 1.0, 3.0), *more)
-    return Timeline.build(spans, levels)
-
-
-def test_costs_read_off_the_steps_of_the_resident_bytes() -> None:
-    timeline = made_up((0.25, 10), (0.5, 30), (0.75, 35), (1.0, 75), (1.5, 35), (2.0, 10), (3.0, 0))
-    (cost,) = measured_costs(timeline)
-    assert [(s.nbytes, s.saved_at, s.needed_at) for s in cost.saved] == [
-        (10, 0.25, 0.75),
-        (20, 0.5, 0.5),
-        (5, 0.75, 0.25),
-        (40, 1.0, 0.0),
-    ]
-    assert (cost.forward, cost.backward) == (1.0, 2.0)
-
-
-def test_costs_are_medians() -> None:
-    slow = Timeline.build((Span(Kind.FORWARD, 0, 0.0, 9.0), Span(Kind.BACKWARD, 0, 9.0, 20.0)), ((1.0, 7),))
-    (cost,) = measured_costs([made_up((0.5, 7)), slow, made_up((0.6, 7))])
-    assert (cost.forward, cost.backward) == (1.0, 2.0)
-
-
-def test_costs_refuse_what_they_cannot_read() -> None:
-    with pytest.raises(ValueError, match="at least one step"):
-        measured_costs([])
-    with pytest.raises(ValueError, match="nothing moves"):
-        measured_costs(made_up((0.5, 7), more=(Span(Kind.D2H, 0, 0.5, 0.6, 7),)))
-    with pytest.raises(ValueError, match="no whole step"):
-        measured_costs(Timeline.build((Span(Kind.FORWARD, 0, 0.0, 1.0),)))
-    with pytest.raises(ValueError, match="different steps"):
-        measured_costs([made_up((0.5, 7)), made_up((0.5, 8))])

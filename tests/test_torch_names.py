@@ -47,7 +47,6 @@ NAMES = [
     "utils._pytree.tree_flatten",
     "_C._accelerator_getStream",
     "_C._cuda_isCurrentStreamCapturing",
-    "_C._nvtx",
     "_C._host_emptyCache",
     "_C._accelerator_setAllocatorSettings",
     "nn.Module._call_impl",

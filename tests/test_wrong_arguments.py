@@ -45,11 +45,6 @@ def refused(call: Callable[[], object]) -> str:
     return message
 
 
-def test_recording():
-    with actoffload.offload(model()) as handle:
-        assert refused(lambda: handle.recording(nvtx="x").__enter__()) == "nvtx is 'x'; expected True or False."
-
-
 @pytest.mark.parametrize("value", ["yes", torch.tensor(True), None, 2], ids=repr)
 @pytest.mark.parametrize("name", ["enabled", "offload_activations", "manual_synchronization", "double_buffering"])
 def test_switches_of_a_context(name: str, value: object):

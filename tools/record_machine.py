@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +29,9 @@ from torch import nn
 
 import actoffload
 from actoffload.machine import measure_machine
-from actoffload.measure import describe_device, measure_link, measure_step_times, measured_costs
-from actoffload.schedule import Timeline
+from actoffload.measure import describe_device, measure_link, measure_step_times
+from actoffload.schedule import Kind, LayerCost, Timeline
+from actoffload.schedule.costs import evenly
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -133,6 +135,24 @@ def _recorded(step: Callable[[Any], object], pair: Any, number: int) -> list[Tim
     return found
 
 
+def _costs(recordings: list[Timeline]) -> list[LayerCost]:
+    """Return the cost of each layer in recordings of one step that copied nothing; times are medians.
+
+    The tensors of a layer count as saved at equal distances, and as needed in reverse order.
+    """
+    found: dict[int, list[LayerCost]] = {}
+    for timeline in recordings:
+        levels = [*pairwise(((0.0, 0), *timeline.resident))]
+        backward = {span.layer: span.seconds for span in timeline.of(Kind.BACKWARD)}
+        for span in timeline.of(Kind.FORWARD):
+            rises = [now - was for (_, was), (at, now) in levels if span.start <= at <= span.end and now > was]
+            found.setdefault(span.layer, []).append(LayerCost(span.seconds, backward[span.layer], evenly(rises)))
+    return [
+        LayerCost(median(cost.forward for cost in costs), median(cost.backward for cost in costs), costs[0].saved)
+        for _, costs in sorted(found.items())
+    ]
+
+
 def overlap(out: Path, about: dict[str, Any], rehearse: bool) -> None:
     """Record the steps, and measure the costs of a block, the link and whole steps."""
     shape, number = ((1, 64, 128), 1) if rehearse else (SHAPE, 5)
@@ -141,7 +161,7 @@ def overlap(out: Path, about: dict[str, Any], rehearse: bool) -> None:
         layers = nn.ModuleList([Block(shape[-1]) for _ in range(LAYERS)])
     step = partial(_step, layers if rehearse else layers.to(torch.bfloat16), shape)
     make = partial(actoffload.get_cpu_offload_context, enabled=True, model_layers=LAYERS)
-    costs = measured_costs(_recorded(step, make(manual_synchronization=True)[:2], number))
+    costs = _costs(_recorded(step, make(manual_synchronization=True)[:2], number))
     pairs = {count: make(num_layers=count) for count in COUNTS}
     arms = {str(count): partial(step, pair) for count, pair in pairs.items()}
     arms["0"] = partial(step, actoffload.get_cpu_offload_context(enabled=False))

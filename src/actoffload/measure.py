@@ -26,7 +26,7 @@ from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
 from .report.plots import plot_measurements
-from .schedule.costs import Link, measured_costs
+from .schedule.costs import Link
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,6 @@ __all__ = [
     "measure_peak",
     "measure_step_times",
     "measure_steps",
-    "measured_costs",
     "trace_memory",
 ]
 

@@ -321,7 +321,7 @@ def test_a_recorded_step_lasts_as_long_as_events_say_changes_no_bit_and_does_not
         equal(step(model, seed), want[seed])
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    with handle.recording(nvtx=True), no_synchronization():
+    with handle.recording(), no_synchronization():
         start.record()
         output = model(make_input(model, 3))
         loss(output).backward()

@@ -85,7 +85,7 @@ INSTEAD: dict[str, str] = {
     "guard: wait for each device and stream": "position is not None and not waited",
     "guard: whole buffer from a bin": "bin_ and before is not None",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
-    "guard: limit on the bytes held": "limit is not None and self._bytes_used + more > limit",
+    "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",
     "guard: latency of a transfer": (
         "stream.now += self.latency * len(pairs) + sum(host.nbytes for host, _ in pairs) / bandwidth"

@@ -12,7 +12,7 @@ from composing import gradients
 from recomputing import WIDTH, Linear, Net, all_ways, batch, check
 from torch import Tensor, nn
 
-from actoffload.replay import randomness
+from actoffload.replay import trace
 
 
 class Generator:
@@ -49,7 +49,7 @@ def mask(x: Tensor, part: float) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
-    monkeypatch.setattr(randomness, "gpu_generator", lambda: GENERATOR)
+    monkeypatch.setattr(trace, "gpu_generator", lambda: GENERATOR)
     GENERATOR.manual_seed(0)
     return GENERATOR
 

@@ -143,6 +143,3 @@ is_capturing: Callable[[], bool] = lambda: False  # noqa: E731
 """Return whether the current CUDA stream is captured into a graph.  Asks the driver; does not synchronize."""
 if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     is_capturing = find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-
-has_nvtx: bool = find("_C._nvtx") is not None
-"""Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""

@@ -252,7 +252,6 @@ class HostPool:
         self.bytes_taken = 0  # in use, without what captured graphs alone use
         self.high_water = 0
         self.refusal = ""
-        self._bytes_used = 0  # in use, by captured graphs too
         self._slabs: dict[int, torch.Tensor] = {}
         self._numbers = count(1)
         self._free = FreeSegments()
@@ -307,7 +306,6 @@ class HostPool:
                 buffer = self._make(nbytes, segments)
             buffer.number = number
             self._used[buffer.number] = buffer
-            self._bytes_used += buffer.size
             self.bytes_taken += buffer.size
             buffer.taken = True
             if owner is not None:
@@ -366,7 +364,7 @@ class HostPool:
             self._free.segments.clear()
             self._slabs.clear()
             _given_back[0] += self.bytes_held
-            self.bytes_held = self.bytes_taken = self._bytes_used = 0
+            self.bytes_held = self.bytes_taken = 0
             self._exhausted = ""
             self.broken = False
         self._backend.release_host()
@@ -394,7 +392,6 @@ class HostPool:
             buffer.taken = False
         else:
             del self._used[buffer.number]
-            self._bytes_used -= buffer.size
             self.bytes_taken -= buffer.size
             buffer.taken = False
             buffer.fence = fence  # [guard: fence of a returned buffer]
@@ -421,7 +418,6 @@ class HostPool:
                 free.insert(Segment(slab, start, memory.numel()))
         self._free = free
         self.bytes_held = sum(memory.numel() for memory in self._slabs.values())
-        self._bytes_used = sum(buffer.size for buffer in self._used.values())
         self.bytes_taken = sum(buffer.size for buffer in self._used.values() if buffer.taken)
         self.broken = False
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-import torch
 from tabulate import tabulate
 
 from .._text import size
 from .._torch.autograd import backward_id
-from .._torch.tensors import has_nvtx
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .host_pool import Resources, dropped, settle
@@ -207,30 +205,16 @@ class TimelineRecorder:
         self._starts: list[StreamEvent] = []
         self._resident: list[tuple[StreamEvent, int]] = []
         # By owner, kind, layer and backward.
-        self._running: dict[tuple[int, Kind, int, int], tuple[Stream, StreamEvent, object]] = {}
-        self.name_of: Callable[[int], str] | None = None  # of layers, for NVTX ranges of compute and copies
+        self._running: dict[tuple[int, Kind, int, int], tuple[Stream, StreamEvent]] = {}
         self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
         self._done: Timeline | None = None
-
-    def _start_range(self, kind: Kind, layer: int) -> object:
-        """Begin an NVTX range that any thread may end."""
-        if not has_nvtx or self.name_of is None or kind is Kind.STALL:
-            return None
-        return torch.cuda.nvtx.range_start(f"{kind.value} of {self.name_of(layer)}")
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
         """Record what a stream does in this block as one span."""
-        shown = self._start_range(kind, layer)
         begun = self._backend.record_timed(stream)
         yield
-        self._add(kind, layer, stream, begun, shown, nbytes)
-
-    def _add(self, kind: Kind, layer: int, stream: Stream, begun: StreamEvent, shown: object, nbytes: int) -> None:
-        """Add a span that ends now, and end the NVTX range that shows it."""
         end = self._backend.record_timed(stream)
-        if shown is not None:
-            torch.cuda.nvtx.range_end(shown)
         self._spans.append((kind, layer, begun, end, 0 if kind is Kind.STALL else nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
@@ -242,9 +226,8 @@ class TimelineRecorder:
                 if key[1] is kind and key[0] != id(owner) and key[3] == backward_id() and on == stream:
                     self._finish(key)  # [guard: recorded backward of an earlier pass]
         event = self._backend.record_timed(stream)
-        shown = self._start_range(kind, layer)
         self._starts.append(event)
-        self._running[(id(owner), kind, layer, backward_id())] = stream, event, shown
+        self._running[(id(owner), kind, layer, backward_id())] = stream, event
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
         """End a span of compute that `begin` started; nothing happens if there is none."""
@@ -254,7 +237,7 @@ class TimelineRecorder:
     def _finish(self, key: tuple[int, Kind, int, int]) -> None:
         begun = self._running.pop(key, None)
         if begun is not None:
-            self._add(*key[1:3], *begun, 0)
+            self._spans.append((*key[1:3], begun[1], self._backend.record_timed(begun[0]), 0))
 
     def before_actions(self) -> None:
         """Do nothing; a meter notes the memory that an event of the plan finds."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_bool, check_whole, number_of_bytes
+from .._arguments import check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
@@ -184,16 +184,11 @@ class OffloadHandle:
         return self._engine.trim()
 
     @contextmanager
-    def recording(self, *, nvtx: bool = False) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record one training step, run in a ``with`` block, for `timeline` and `report`.
 
         Events are recorded around compute, copies and stalls.  What else references memory that should have been freed
         is searched for, which takes time.
-
-        Parameters
-        ----------
-        nvtx : bool
-            Also mark the forward and backward of each group, and the copies, as NVTX ranges where NVTX exists.
 
         Raises
         ------
@@ -205,15 +200,12 @@ class OffloadHandle:
         UserWarning
             If no forward ended in the block; the previous recording is kept then.
         """
-        check_bool(nvtx=nvtx)
         self._check_installed("record a step")
         if self._log.records:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
         named = partial(_named_modules, self._state.root.ref)
         recording = Recording(recorder, partial(group_names, self._state.groups), self.groups, named)
-        if nvtx:
-            recorder.name_of = recording.name_of
         with self._log.record(self._engine, recording):
             yield
         if not recording.passes:

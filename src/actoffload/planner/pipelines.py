@@ -131,17 +131,7 @@ class _Search:
             found = [self._chosen(rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
             if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
                 return found
-        return self._without_stalls(found, budgets)
-
-    def _without_stalls(self, found: list[Chosen], budgets: Sequence[int | None]) -> list[Chosen]:
-        """Let ranks without a budget offload nothing, those that wait longest first, until there is no cost."""
-        while True:
-            ranks, seconds = self._simulated(found)
-            offloading = [k for k, budget in enumerate(budgets) if budget is None and found[k][0].placed]
-            if seconds <= self.allowed or not offloading:
-                return found
-            worst = max(offloading, key=lambda k: ranks[k].stalled)
-            found[worst] = self.choices[worst].nothing, "Offloading would cost time here."
+        return found
 
     def _chosen(self, rank: Choices, budget: int | None) -> Chosen:
         """Return what a rank does, and why."""

@@ -4,9 +4,8 @@ from .call import Call
 from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
-from .randomness import Beginning
 from .remake import Remake
-from .trace import FunctionCall, Trace, Weight, same
+from .trace import Beginning, FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
 __all__ = [

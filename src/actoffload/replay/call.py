@@ -23,9 +23,8 @@ from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import Expected, Program
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
-from .randomness import Beginning
 from .remake import Remake, Slot
-from .trace import UNKNOWN, leaves
+from .trace import UNKNOWN, Beginning, leaves
 from .tracer import Tracer
 
 __all__ = ["Call"]

@@ -22,8 +22,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .randomness import Beginning
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight, returns_one, with_twins
+from .trace import UNKNOWN, Beginning, Entry, FunctionCall, Node, Place, Trace, Weight, returns_one, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 

@@ -27,8 +27,7 @@ from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dis
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
-from .randomness import Beginning, default_generators
-from .trace import FunctionCall, Node, Value
+from .trace import Beginning, FunctionCall, Node, Value, default_generators
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
 

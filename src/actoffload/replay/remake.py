@@ -23,8 +23,7 @@ from .._torch.tensors import version_of
 from ..engine.hooks import unpack
 from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
-from .randomness import Beginning
-from .trace import Weight
+from .trace import Beginning, Weight
 
 __all__ = ["Remake", "Slot"]
 

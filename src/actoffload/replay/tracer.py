@@ -31,8 +31,7 @@ from .._torch.tensors import (
 )
 from ..engine.layout import View
 from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
-from .randomness import Drawing, generator_states, states_of_python
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Value, Weight
+from .trace import UNKNOWN, Drawing, Entry, FunctionCall, Node, Place, Trace, Value, Weight, generator_states
 
 __all__ = ["Tracer", "remove_tracers"]
 
@@ -98,7 +97,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
-        self.drawing = Drawing()
+        self.drawing = Drawing(self._modules)
         self.segment = 0
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -109,7 +108,6 @@ class Tracer(_Base):  # type: ignore[misc]
                 memory = tensor.untyped_storage()
                 if address(memory) not in self._ids:
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
-        self._random = states_of_python(self._modules)
         self._host_reads = self.paused = False  # paused: while the engine packs what is saved
 
     # Begin and end
@@ -140,7 +138,7 @@ class Tracer(_Base):  # type: ignore[misc]
         lost = () if self.drawing.is_known() else (node for node in self.nodes if node.drawn is not None)
         for _, number in chain(*(node.made for node in lost)):
             self.values[number].maker = UNKNOWN
-        steady = not self._host_reads and states_of_python(self._modules) == self._random
+        steady = not self._host_reads and self.drawing.nothing_in_python()
         self._forget_freed()
         return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn)
 

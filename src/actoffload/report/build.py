@@ -244,10 +244,6 @@ class Recording:
         """Return the recorded step."""
         return StepTimeline(self.recorder.timeline(), self.names)
 
-    def name_of(self, layer: int) -> str:
-        """Return the name of a group by its position in the pass."""
-        return self.names[layer] if layer < len(self.names) else f"group {layer}"
-
     def note(self, latest: PassStatistics) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
-from statistics import median
 
 from .._arguments import check_bytes, check_fits, check_seconds, check_whole
-from .timeline import Kind, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "evenly", "measured_costs"]
+__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "evenly"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,63 +233,3 @@ def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
         needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
         ahead = max(ahead, total - needed)
     return total, ahead
-
-
-def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:
-    """Return the cost of each layer, in execution order, of a step that was recorded without any copy.
-
-    Record with a context of manual synchronization and call nothing on its controller.  The tensors of a layer count as
-    saved at equal distances, and as needed in reverse order.
-
-    Parameters
-    ----------
-    timelines : Timeline or sequence of Timeline
-        One or several recordings of the same step; times are the medians over them.
-
-    Raises
-    ------
-    ValueError
-        If there is no recording, a recording has no layers, or it has copies.
-
-    Examples
-    --------
-    >>> from actoffload.measure import measured_costs
-    >>> context, sync, _ = actoffload.get_cpu_offload_context(
-    ...     enabled=True, model_layers=2, manual_synchronization=True
-    ... )
-    >>> x = torch.randn(512, 512)
-    >>> with context.record_timeline() as recorder:
-    ...     for layer in (torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)):
-    ...         with context:
-    ...             x = layer(x)
-    ...         x = sync(x)
-    ...     x.sum().backward()
-    >>> [cost.nbytes for cost in measured_costs(recorder.timeline())]
-    [1048576, 1048576]
-    """
-    recordings = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not recordings:
-        raise ValueError("measured_costs got no timeline; record at least one step.")
-    parsed = [_one(timeline) for timeline in recordings]
-    first = parsed[0]
-    if any([cost.nbytes for cost in costs] != [cost.nbytes for cost in first] for costs in parsed):
-        raise ValueError("The recordings are of different steps: their layers save different bytes.")
-    return tuple(
-        LayerCost(median(cost.forward for cost in costs), median(cost.backward for cost in costs), costs[0].saved)
-        for costs in zip(*parsed, strict=True)
-    )
-
-
-def _one(timeline: Timeline) -> list[LayerCost]:
-    if timeline.of(Kind.D2H, Kind.H2D):
-        raise ValueError("The recorded step has copies; record one in which nothing moves.")
-    forward = {span.layer: span for span in timeline.of(Kind.FORWARD)}
-    backward = {span.layer: span for span in timeline.of(Kind.BACKWARD)}
-    if not forward or set(forward) != set(backward):
-        raise ValueError("The recording has no whole step: every layer needs its forward and its backward.")
-    costs = []
-    for layer in sorted(forward):
-        levels, span = pairwise(((0.0, 0), *timeline.resident)), forward[layer]
-        rises = [now - before for (_, before), (at, now) in levels if span.start <= at <= span.end and now > before]
-        costs.append(LayerCost(span.seconds, backward[layer].seconds, evenly(rises)))
-    return costs
