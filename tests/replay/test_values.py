@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from recomputing import ROWS, WIDTH, Linear, Net, check, fractions, policies, ways
 from torch import Tensor, nn
 
+from actoffload.replay import proof
+
 
 class Saved(torch.autograd.Function):
     """Saves its input, and shows in backward how it came back."""
@@ -156,6 +158,18 @@ def test_saved_tensors_have_the_layout_of_the_forward(kind):
     layouts: list[list[tuple[object, ...]]] = []
     check(lambda: Net(kind), use)
     assert layouts[0] == layouts[1] != []
+
+
+@pytest.mark.parametrize("size", [(3, 11), (1, 40, 2), (5,), (), (0, 4)], ids=str)
+def test_large_values_are_compared_in_parts(monkeypatch, size):
+    monkeypatch.setattr(proof, "COMPARED", 8)
+    one = torch.rand(size)
+    assert proof.same_bits(one, one.clone())
+    assert proof.same_bits(one.mT if one.dim() > 1 else one, (one.mT if one.dim() > 1 else one).clone())
+    for k in range(one.numel()):
+        other = one.clone()
+        other.flatten()[k] += 1.0
+        assert not proof.same_bits(one, other)
 
 
 def test_what_is_written_in_place_is_made_again():

@@ -33,6 +33,7 @@ __all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measu
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
+COMPARED = 1 << 26  # elements at a time
 QUEUED = 1e-4  # seconds that the host takes at most for an operator and two events
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -91,8 +92,18 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same size and the same bits; waits for the device."""
-    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    """Return whether two tensors have the same size and the same bits; waits for the device.
+
+    A comparison needs a byte for each element, so large tensors are compared in parts.
+    """
+    if one.shape != other.shape:
+        return False
+    one, other = _bits(one), _bits(other)
+    count = -(-one.numel() // COMPARED)
+    if count <= 1:
+        return torch.equal(one, other)
+    longest = max(range(one.dim()), key=one.size)
+    return all(map(torch.equal, one.chunk(count, longest), other.chunk(count, longest)))
 
 
 # Proof behind a call
