@@ -114,9 +114,9 @@ def _lines(
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
     saved = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
-    outside = refused = 0
+    outside, refused, replayed = 0, 0, bool(plan.recomputed)
     if done is not None:
-        kept, saved = saved, {}
+        kept, saved, replayed = saved, {}, any(layer.recomputed is not None for layer in done.layers)
         with done.lock:
             for name, layer in zip(state.names(done.order.started), done.layers, strict=False):
                 own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
@@ -150,7 +150,7 @@ def _lines(
     next_choice = steering.next_choice()
     if next_choice:
         yield f"- {next_choice}"
-    elif parts[in_groups] >= LARGE * used and not plan.recomputed:
+    elif parts[in_groups] >= LARGE * used and not replayed:
         again_saved = size(parts[in_groups])
         yield f"- recompute=True: most of {again_saved} would not be saved, and backward runs the operators again."
     if refused:
