@@ -1,5 +1,6 @@
 """Saved tensors come back as the views that they were, of values that are made once."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,6 +129,18 @@ class InPlace(Linear):
         return y * part.sin() + mixed.exp() + (Saved.apply(turned).sin() * y.mT).mT
 
 
+class Turned(Linear):
+    """Operators that give a tensor another shape or another memory, and write nothing."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        scale, turned = y.detach() * 2.0, y + 1.0
+        scale.set_(torch.from_numpy(np.cos(y.detach().numpy())))
+        turned.t_().unsqueeze_(0)
+        short = (y.detach() + 1.0).resize_(len(x), 4)
+        return (y * scale).sin() * turned[0].t().cos() + short.sum(-1, keepdim=True) * y
+
+
 class Relu(Linear):
     """The end of a block of a ResNet."""
 
@@ -137,7 +150,21 @@ class Relu(Linear):
         return F.relu(y, inplace=True).sin().sin()
 
 
-KINDS = [Chunks, Strides, Expanded, ChannelsLast, OtherTypes, Complex, Inputs, Empty, Several, Scalars, InPlace, Relu]
+KINDS = [
+    Chunks,
+    Strides,
+    Expanded,
+    ChannelsLast,
+    OtherTypes,
+    Complex,
+    Inputs,
+    Empty,
+    Several,
+    Scalars,
+    InPlace,
+    Turned,
+    Relu,
+]
 
 
 @ways

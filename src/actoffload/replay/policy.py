@@ -254,7 +254,8 @@ def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 def out_of_place(operator: Any) -> Any:
     """Return the operator that returns what another one writes to its first argument; None if there is none."""
     name = operator._schema.name.rpartition("::")[2]
-    if operator.namespace != "aten" or not name.endswith("_") or written_arguments(operator) != ((0, "self"),):
+    writes = written_arguments(operator) == ((0, "self"),) and torch.Tag.inplace_view not in operator.tags
+    if operator.namespace != "aten" or not name.endswith("_") or not writes:
         return None
     found = getattr(getattr(_aten, name[:-1], None), operator._overloadname, None)
     return found if isinstance(found, _Operator) and rules_of(found).replayable and not rules_of(found).draws else None
