@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import actoffload
 from actoffload.model.tuning import ranks
 from actoffload.model.tuning.ranks import WINDOW, ranks_of
-from actoffload.tune.exchange import Exchange, LostRankError
+from actoffload.tune.exchange import Exchange, LostRankError, written
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]
@@ -350,6 +350,25 @@ def test_a_store_that_does_not_answer():
 
     with pytest.raises(LostRankError, match=r"^The store .* does not answer \(ConnectionResetError\)"):
         Exchange("model", 1, (0, 1), Dead).has("end")
+
+
+def test_an_answer_that_came_just_before_its_rank_left():
+    class Late:
+        looks = 0
+
+        def check(self, keys: list[str]) -> bool:
+            """Return whether there is a message: from the third look on there are two, and no refusal."""
+            self.looks += 1
+            return self.looks > 2 and not keys[0].endswith("refused")
+
+        def get(self, key: str) -> bytes:
+            return written(key)
+
+        def delete_key(self, key: str) -> None:
+            pass
+
+    store = Late()
+    assert Exchange("model", 1, (0, 1), lambda: store).receive(["answer"], "") == "model/answer"
 
 
 # Later

@@ -182,9 +182,9 @@ class Exchange:
         """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
         begun = time.monotonic()
         while True:
-            for key in keys:
-                if self.has(key):
-                    return key
+            if any(map(self.has, keys)):
+                # A rank answers before it leaves, and both may have come since the first look.
+                return next(key for key in keys if self.has(key))
             waited = time.monotonic() - begun
             if waited > limit:
                 return None
