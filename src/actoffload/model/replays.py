@@ -29,7 +29,20 @@ from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Beginning, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
+from ..replay import (
+    Alarm,
+    Call,
+    FunctionCall,
+    Policy,
+    Program,
+    RngPosition,
+    Times,
+    Trace,
+    Tracer,
+    Weight,
+    measure,
+    same,
+)
 from .follow import FollowedModule, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -234,7 +247,7 @@ class Replays:
         capturing = self._backend.capturing()
         program = kind.programs.get((policy, capturing))
         if program is None and kind.trace is not None:
-            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, redraws=not capturing)
+            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, may_redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
@@ -262,7 +275,7 @@ class Replays:
             found.begin()
         return Begun(call, group, kind, policy, operators)
 
-    def _measure(self, program: Program, source: Callable[[int], torch.Tensor], beginning: Beginning | None) -> Times:
+    def _measure(self, program: Program, source: Callable[[int], torch.Tensor], beginning: RngPosition | None) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
         key = _work_of(program)
         self._timed[key] += 1

@@ -5,18 +5,18 @@ from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
 from .remake import Remake
-from .trace import Beginning, FunctionCall, Trace, Weight, same
+from .trace import FunctionCall, RngPosition, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
     "Alarm",
-    "Beginning",
     "Call",
     "FunctionCall",
     "Given",
     "Policy",
     "Program",
     "Remake",
+    "RngPosition",
     "Times",
     "Trace",
     "Tracer",

@@ -24,7 +24,7 @@ from .policy import Policy, everything
 from .program import Expected, Program
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
 from .remake import Remake, Slot
-from .trace import UNKNOWN, Beginning, leaves
+from .trace import UNKNOWN, RngPosition, leaves
 from .tracer import Tracer
 
 __all__ = ["Call"]
@@ -66,7 +66,7 @@ class Call:
         *,
         proves: bool = False,
         compares_all: bool = False,
-        timed: Callable[[Program, Callable[[int], Tensor], Beginning | None], Times] | None = None,
+        timed: Callable[[Program, Callable[[int], Tensor], RngPosition | None], Times] | None = None,
     ) -> None:
         self.agrees = True
         self.times: tuple[Program, Times] | None = None  # of all operators that can run again
@@ -82,7 +82,7 @@ class Call:
         self._drops_at: Mapping[int, Sequence[int]] = {}  # a proof drops what it has compared
         if isinstance(found, Program):
             self._remake.program, self._expected = found, found.expected
-            self._remake.beginning = Beginning.now() if found.trace.drawn else None
+            self._remake.beginning = RngPosition.read() if found.trace.drawn else None
             self._drops_at = {} if proves else found.drops_at
             for value, place in found.inputs:
                 self._remake.held[value] = packer.pack(inputs[place])
@@ -125,7 +125,7 @@ class Call:
                 saved, slot = self._pack_kept(tensor, number, value)
         slots.append(slot)
         if number in self._drops_at:
-            if not self._has_drawn(self.program.trace.entries[number].drawn):
+            if not self._drew_as_traced(self.program.trace.entries[number].drawn):
                 self._expected, self.agrees = (), False
                 return saved
             self._remake.note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
@@ -134,11 +134,11 @@ class Call:
 
     opaque(pack)
 
-    def _has_drawn(self, numbers: int) -> bool:
-        """Return whether the call has drawn so many random numbers, if it matters."""
+    def _drew_as_traced(self, count: int) -> bool:
+        """Return whether the call has drawn `count` random numbers, as the traced one; True if none is drawn again."""
         beginning = self._remake.beginning
         # [guard: calls that draw more random numbers -> True]
-        return not self.program.redraws or (beginning is not None and beginning.drawn() == numbers)
+        return not self.program.redraws or (beginning is not None and beginning.count_drawn() == count)
 
     def _shares(self, value: int, tensor: Tensor) -> bool:
         """Return whether a tensor lies on the storage on which the first one of a dropped value lies."""
@@ -206,7 +206,7 @@ class Call:
             not self.agrees
             or written
             or len(slots) != len(self._expected)
-            or not self._has_drawn(self.program.trace.drawn)
+            or not self._drew_as_traced(self.program.trace.drawn)
         ):
             self.agrees = False  # calls that save less
             self.give_up()

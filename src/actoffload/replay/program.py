@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Beginning, Entry, FunctionCall, Node, Place, Trace, Weight, returns_one, with_twins
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, returns_one, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
@@ -138,7 +138,7 @@ class Program:
         Smaller values stay.
     banned : collection of int
         Values that turned out not to be the same when they were made again.
-    redraws : bool
+    may_redraw : bool
         Whether random numbers may be drawn again.
     """
 
@@ -146,7 +146,8 @@ class Program:
     policy: Policy
     min_bytes: int
     banned: Collection[int] = ()
-    redraws: bool = True  # afterwards: whether an operator of the program draws
+    may_redraw: bool = True
+    redraws: bool = False  # whether an operator of the program draws
     nodes: list[Node] = field(default_factory=list)  # of the trace, see [Note: twins]
     dropped: frozenset[int] = frozenset()  # values
     sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
@@ -235,7 +236,7 @@ class Program:
         return stands
 
     def _may_run(self, node: Node, stands: dict[int, View]) -> bool:
-        if self.policy.keeps(node.operator, node.name) or (node.drawn is not None and not self.redraws):
+        if self.policy.keeps(node.operator, node.name) or (node.drawn is not None and not self.may_redraw):
             return False
         if any(value not in stands for value in node.reads):
             return False
@@ -397,7 +398,7 @@ class Program:
 
     # Running
 
-    def run(self, step: Step, values: dict[int, Tensor], beginning: Beginning | None) -> None:
+    def run(self, step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> None:
         """Run one operator on values, and add what it makes; `beginning` is that of the call if the operator draws."""
         args, kwargs = step.args, step.kwargs
         if step.places:
@@ -419,7 +420,7 @@ class Program:
             outputs = step.call(*args, **kwargs)
         else:
             assert beginning is not None
-            with beginning.at(step.node.drawn):
+            with beginning.draw_from(step.node.drawn):
                 outputs = step.call(*args, **kwargs)
         if step.single != -1:
             values[step.single] = outputs

@@ -27,7 +27,7 @@ from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dis
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
-from .trace import Beginning, FunctionCall, Node, Value, default_generators
+from .trace import FunctionCall, Node, RngPosition, Value, default_generators
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
 
@@ -123,7 +123,7 @@ def prove(
     source: Callable[[int], Tensor],
     saved: Mapping[int, Real],
     droppable: Collection[int],
-    beginning: Beginning | None,
+    beginning: RngPosition | None,
     *,
     pure: bool,
 ) -> set[int]:
@@ -139,7 +139,7 @@ def prove(
         The saved tensors, by entry.
     droppable : collection of int
         The entries that are dropped if they are equal.
-    beginning : Beginning, optional
+    beginning : RngPosition, optional
         Where the generator of the GPU was when the call began.
     pure : bool
         Whether functions are known to write to nothing and to draw no random numbers.
@@ -186,7 +186,9 @@ def prove(
     return banned
 
 
-def measure(program: Program, source: Callable[[int], Tensor], beginning: Beginning | None, backend: Backend) -> Times:
+def measure(
+    program: Program, source: Callable[[int], Tensor], beginning: RngPosition | None, backend: Backend
+) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
@@ -207,7 +209,7 @@ def _run_all(
     program: Program,
     source: Callable[[int], Tensor],
     compare: Callable[[int, Tensor | None], Tensor | None],
-    beginning: Beginning | None,
+    beginning: RngPosition | None,
     *,
     pure: bool,
     times: Times | None = None,

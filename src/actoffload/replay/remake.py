@@ -23,7 +23,7 @@ from .._torch.tensors import version_of
 from ..engine.hooks import unpack
 from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
-from .trace import Beginning, Weight
+from .trace import RngPosition, Weight
 
 __all__ = ["Remake", "Slot"]
 
@@ -86,7 +86,7 @@ class Remake:
     """
 
     program: Program  # of the call, as soon as it is known
-    beginning: Beginning | None = None  # of the call, if its program draws random numbers
+    beginning: RngPosition | None = None  # of the call, if its program draws random numbers
 
     def __init__(self, modules: Sequence[Module], alarm: Alarm, name: str) -> None:
         self.modules, self._alarm, self.name = modules, alarm, name

@@ -4,6 +4,7 @@
 a type, size, stride and offset.  An operator that writes to a storage begins a new value, so a value never changes.
 Where it writes all of a value that nothing has saved, as ``relu_`` does behind a convolution, its counterpart that
 returns a new tensor makes the new value.
+
 A value has a *maker*, the operator that returned its storage, or a *source*, an argument of the call or a weight of the
 module.  What has neither is only known where autograd saves it: results of random operators, unless the numbers can be
 drawn again, of factories such as ``empty``, which a kernel that dispatch does not see may fill, and tensors from
@@ -45,12 +46,12 @@ from ..engine.layout import View
 
 __all__ = [
     "UNKNOWN",
-    "Beginning",
-    "Drawing",
     "Entry",
     "FunctionCall",
     "Node",
     "Place",
+    "RandomDraws",
+    "RngPosition",
     "Trace",
     "Value",
     "Weight",
@@ -256,7 +257,7 @@ def generator_states() -> tuple[Any, ...]:
     return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
 
 
-class Beginning(NamedTuple):
+class RngPosition(NamedTuple):
     """Where the generator of a GPU was when a call began; see [Note: random numbers]."""
 
     generator: Any
@@ -264,25 +265,25 @@ class Beginning(NamedTuple):
     offset: int
 
     @staticmethod
-    def now() -> Beginning | None:
+    def read() -> RngPosition | None:
         """Return where the generator of the current GPU is; None if there is none, or its place cannot be read."""
         generator = gpu_generator()
-        return None if generator is None else Beginning(generator, generator.initial_seed(), generator.get_offset())
+        return None if generator is None else RngPosition(generator, generator.initial_seed(), generator.get_offset())
 
-    def drawn(self) -> int:
-        """Return how far the generator is behind the beginning; -1 if it was set to another seed."""
+    def count_drawn(self) -> int:
+        """Return how many numbers were drawn since; -1 if the generator was set to another seed."""
         same = not is_capturing() and self.generator.initial_seed() == self.seed
         return self.generator.get_offset() - self.offset if same else -1
 
     @contextmanager
-    def at(self, drawn: int) -> Iterator[None]:
-        """Set the generator to a place behind the beginning, and back."""
+    def draw_from(self, count: int) -> Iterator[None]:
+        """Set the generator so that the next number is the one behind `count` others of the call, and back."""
         generator = self.generator
         seed, offset = generator.initial_seed(), generator.get_offset()
         try:
             if seed != self.seed:
                 generator.manual_seed(self.seed)
-            generator.set_offset(self.offset + drawn)
+            generator.set_offset(self.offset + count)
             yield
         finally:
             if seed != self.seed:
@@ -290,39 +291,39 @@ class Beginning(NamedTuple):
             generator.set_offset(offset)
 
 
-class Drawing:
+class RandomDraws:
     """What a call draws while it is traced: operators from the generator of the GPU, and its modules in Python."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = modules
         self._in_python = states_of_python(modules)
-        self.beginning: Beginning | None = None
+        self.beginning: RngPosition | None = None
         self.drawn = 0  # so far
         self._all_seen = False
 
     def begin(self) -> None:
         """Note that the call begins."""
-        self.beginning = Beginning.now()
+        self.beginning = RngPosition.read()
         self._all_seen = self.beginning is not None
 
-    def before(self) -> int:
-        """Return how many numbers were drawn before an operator that draws."""
-        self._all_seen = self.beginning is not None and self.beginning.drawn() == self.drawn and self._all_seen
+    def start_operator(self) -> int:
+        """Note that an operator starts that draws; return how many numbers were drawn before."""
+        self._all_seen = self.beginning is not None and self.beginning.count_drawn() == self.drawn and self._all_seen
         return self.drawn
 
-    def after(self, outputs: Any) -> bool:
+    def end_operator(self, outputs: Any) -> bool:
         """Note what an operator has drawn that returned `outputs`; return whether it can draw the same once more."""
         if self.beginning is None:
             return False
-        before, self.drawn = self.drawn, self.beginning.drawn()
+        before, self.drawn = self.drawn, self.beginning.count_drawn()
         first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
         here = isinstance(first, Tensor) and first.device == self.beginning.generator.device
         return here and before < self.drawn
 
-    def nothing_in_python(self) -> bool:
-        """Return whether the generators of Python and NumPy have not moved since."""
-        return states_of_python(self._modules) == self._in_python
+    def drew_in_python(self) -> bool:
+        """Return whether the generators of Python and NumPy have moved since."""
+        return states_of_python(self._modules) != self._in_python
 
-    def is_known(self) -> bool:
+    def saw_all(self) -> bool:
         """Return whether operators that were seen have drawn all numbers until now."""
-        return self.before() >= 0 and self._all_seen
+        return self.start_operator() >= 0 and self._all_seen

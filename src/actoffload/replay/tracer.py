@@ -31,7 +31,7 @@ from .._torch.tensors import (
 )
 from ..engine.layout import View
 from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
-from .trace import UNKNOWN, Drawing, Entry, FunctionCall, Node, Place, Trace, Value, Weight, generator_states
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RandomDraws, Trace, Value, Weight, generator_states
 
 __all__ = ["Tracer", "remove_tracers"]
 
@@ -97,7 +97,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
-        self.drawing = Drawing(self._modules)
+        self.drawing = RandomDraws(self._modules)
         self.segment = 0
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -135,12 +135,13 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
-        lost = () if self.drawing.is_known() else (node for node in self.nodes if node.drawn is not None)
+        known = self.drawing.saw_all()
+        lost = () if known else (node for node in self.nodes if node.drawn is not None)
         for _, number in chain(*(node.made for node in lost)):
             self.values[number].maker = UNKNOWN
-        steady = not self._host_reads and self.drawing.nothing_in_python()
+        steady = not self._host_reads and not self.drawing.drew_in_python()
         self._forget_freed()
-        return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn)
+        return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
 
     def _forget_freed(self) -> None:
         """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
@@ -258,40 +259,40 @@ class Tracer(_Base):  # type: ignore[misc]
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
-        makes = self._makes_anew(operator, with_places, args) if rules.mutable else None
-        drawn = self.drawing.before() if draws_random_numbers(rules, args, kwargs) else None
+        counterpart = self._find_counterpart(operator, with_places, args) if rules.mutable else None
+        drawn = self.drawing.start_operator() if draws_random_numbers(rules, args, kwargs) else None
         outputs = operator(*args, **kwargs)
-        if makes is not None:
+        if counterpart is not None:
             del self._ids[address(args[0].untyped_storage())]  # so that a new value begins
         elif rules.mutable:
             self._write(operator, args, kwargs)
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
-        same = drawn is None or self.drawing.after(outputs)
+        redrawn = drawn is None or self.drawing.end_operator(outputs)
         replayable = (
-            same
-            and (rules.replayable or makes is not None)
+            redrawn
+            and (rules.replayable or counterpart is not None)
             and UNKNOWN not in reads
             # what runs under no_grad may be edited before backward
             and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
             and before == (generator_states() if before is not None else None)
         )
-        self._make(makes or operator, name, with_places, named, outputs, tuple(reads), replayable, drawn)
+        self._make(counterpart or operator, name, with_places, named, outputs, tuple(reads), replayable, drawn)
         return outputs
 
-    def _makes_anew(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
+    def _find_counterpart(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the operator that makes what another one is about to write; see [Note: values]."""
-        makes = out_of_place(operator)
-        place = places[0] if makes is not None and places else None
+        counterpart = out_of_place(operator)
+        place = places[0] if counterpart is not None and places else None
         if not isinstance(place, Place) or self.values[place.value].maker == UNKNOWN:
             return None
         view, value = place.view, self.values[place.value]
         whole = view == value.view and view.covered == value.nbytes
         saved = any(entry.value == place.value for entry in self.entries)
         types = {each.dtype for each in args if isinstance(each, Tensor)} - {view.dtype, torch.bool}
-        return None if types or saved or not whole else makes
+        return None if types or saved or not whole else counterpart
 
     def _with_places(self, given: Any, reads: list[int]) -> Any:
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
@@ -366,12 +367,12 @@ class Tracer(_Base):  # type: ignore[misc]
         places = tuple([self._with_places(each, reads) for each in args])
         before = generator_states()
         running = self._function = _Running(len(self.values))
-        self.drawing.before()
+        self.drawing.start_operator()
         try:
             outputs = apply(function, *args, **kwargs)
         finally:
             self._function = None
-        self.drawing.after(outputs)
+        self.drawing.end_operator(outputs)
         replayable = all(self._lasts(each) for each in args)
         # functions that draw random numbers
         replayable &= running.pure and before == generator_states() and UNKNOWN not in reads and not kwargs
