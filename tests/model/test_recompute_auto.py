@@ -50,7 +50,17 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
     # What the slow plan took says nothing of a pass without it: one with whole replay takes 48 s, and 12 s of it again.
     assert handle.plan.recompute_seconds == pytest.approx(12.0, rel=0.01)
     assert handle.plan.baseline_seconds == pytest.approx(36.0, rel=0.01)
+    assert "Every group is recomputed: a pass takes 48000" in handle.plan.because
     assert max(peaks(model, device, 2)) <= handle.plan.peak_bytes <= 12 * MIB
+
+
+def test_a_plan_says_what_recomputing_every_group_takes():
+    _device, model, handle = make(1e5, 12 * MIB)
+    for _ in range(9):
+        step(model)
+    assert handle.plan.seconds < 48.0
+    assert "Recomputing every group, about what checkpointing does, takes 48000.00 ms a pass." in str(handle.plan)
+    assert "about what checkpointing does" in str(handle.report())
 
 
 @pytest.mark.parametrize("budget", [None, 20 * MIB])

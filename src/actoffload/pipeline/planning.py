@@ -187,19 +187,16 @@ def keep_best(
         found = (plans_of if best is None else whole_replay)(less, limits)
         return () if not found or _exceed(found, less) else found
 
-    best, kept = yield from trials.keep_best(plans, run, replanned)
+    best, kept, took = yield from trials.keep_best(plans, run, replanned, "step")
     planned = max(plan.seconds or 0.0 for plan in best.plans)
-    baseline, because = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0), ""
-    if kept is not best:
-        because = f"Every group is recomputed: a step takes {milliseconds(kept.seconds)}, with another plan "
-        because += f"{milliseconds(best.seconds)}."
+    baseline = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0)
     return tuple(
         replace(
             plan,
             seconds=kept.seconds,
             baseline_seconds=baseline,
             peak_bytes=peak or plan.peak_bytes,
-            because=because or plan.because,
+            because=f"{took} {plan.because if kept is best else ''}".strip(),
         )
         for plan, peak in zip(kept.plans, kept.peaks, strict=True)
     )

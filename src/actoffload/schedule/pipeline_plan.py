@@ -50,7 +50,7 @@ class PipelinePlan(AnyPlan):
     peak_bytes, saved_peak_bytes : int, optional
         Expected peak of device memory of this rank, and of saved tensors alone.
     because : str
-        One sentence on why this plan was chosen; may be empty.
+        Why this plan was chosen, in sentences; may be empty.
 
     Raises
     ------

@@ -147,7 +147,7 @@ class Plan(AnyPlan):
     peak_bytes, baseline_peak_bytes : int, optional
         Expected peak of device memory in forward and backward, and without offloading and recomputation.
     because : str
-        One sentence on why this plan was chosen; may be empty.
+        Why this plan was chosen, in sentences; may be empty.
     recomputed_nbytes : tuple of int
         Bytes that each layer computes again in backward instead of saving them; empty if none is recomputed.
     recompute_seconds : float

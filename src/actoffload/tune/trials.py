@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .._text import size
+from .._text import milliseconds, size
 from ..schedule.plan import AnyPlan
 
 __all__ = ["Trial", "fits", "keep_best"]
@@ -50,8 +50,11 @@ def keep_best(
     plans: tuple[P, ...],
     run: Callable[[tuple[P, ...], bool], Generator[Asked, Answer, Trial[P]]],
     replanned: Callable[[Sequence[int], Trial[P] | None], tuple[P, ...]],
-) -> Generator[Asked, Answer, tuple[Trial[P], Trial[P]]]:
+    unit: str,
+) -> Generator[Asked, Answer, tuple[Trial[P], Trial[P], str]]:
     """Try plans as [Note: trials of plans] says; return the best trial without whole replay, and the best of all.
+
+    Also return how long both took, in a sentence; empty if whole replay was not tried, or does not fit.
 
     Parameters
     ----------
@@ -62,11 +65,15 @@ def keep_best(
     replanned : callable
         From bytes by which each plan has to take less to other plans, or none; after the trial of the best ones to
         those with whole replay.
+    unit : str
+        What is timed.
     """
 
-    def follow(plans: tuple[P, ...], best: Trial[P] | None) -> Generator[Asked, Answer, Trial[P] | None]:
+    def follow(
+        plans: tuple[P, ...], best: Trial[P] | None, trials: list[Trial[P]]
+    ) -> Generator[Asked, Answer, Trial[P] | None]:
         """Run plans, and smaller ones as long as the limit is exceeded and no better ones are known."""
-        before, trials = best, list[Trial[P]]()
+        before = best
         known = [] if best is None else [[plan.work for plan in best.plans]]
         while plans and [plan.work for plan in plans] not in known:
             trial = yield from run(plans, before is not None)
@@ -81,11 +88,17 @@ def keep_best(
             plans = replanned([max(each) for each in zip(*(trial.excess for trial in trials), strict=True)], before)
         return best
 
-    best = yield from follow(plans, None)
+    whole = list[Trial[P]]()
+    best = yield from follow(plans, None, [])
     assert best is not None
     if all(plan.idle for plan in best.plans):
-        return best, best
-    return best, (yield from follow(replanned([0] * len(plans), best), best)) or best
+        return best, best, ""
+    kept = (yield from follow(replanned([0] * len(plans), best), best, whole)) or best
+    if kept is not best:
+        took = f"a {unit} takes {milliseconds(kept.seconds)}, with another plan {milliseconds(best.seconds)}"
+        return best, kept, f"Every group is recomputed: {took}."
+    took = f"{milliseconds(whole[-1].seconds)} a {unit}" if whole and not whole[-1].over else ""
+    return best, kept, f"Recomputing every group, about what checkpointing does, takes {took}." * bool(took)
 
 
 def fits(peak: int, limit: int | None) -> str:

@@ -193,15 +193,16 @@ class Script:
 
     def _fitted(self, plan: Plan) -> Steps:
         """Try plans, and the same with whole replay, and return the best; see `trials` [Note: trials of plans]."""
-        best, kept = yield from keep_best((plan,), self._try, self._replanned)
+        best, kept, took = yield from keep_best((plan,), self._try, self._replanned, "pass")
         (plan,), (peak,) = best.plans, best.peaks
         if plan.idle:
             peak, limit = peak or plan.peak_bytes or 0, self.found.limit or 0
             return replace(plan, peak_bytes=peak, because=plan.because if peak > limit else fits(peak, limit))
-        plan = self._as_timed(best)
-        if kept is best:
-            return plan
-        return replace(kept.plans[0], peak_bytes=kept.peaks[0]).measured(kept.seconds, plan.baseline_seconds)
+        timed, because = self._as_timed(best), f"{plan.because} {took}".strip()
+        if kept is not best:
+            whole = replace(kept.plans[0], peak_bytes=kept.peaks[0])
+            timed = whole.measured(kept.seconds, timed.baseline_seconds)
+        return replace(timed, because=because)
 
     def _try(self, plans: tuple[Plan, ...], whole: bool) -> Generator[Stage, TimedPass, Trial[Plan]]:
         """Run passes with a plan.  The first takes host memory and is not timed, except with whole replay after it."""
@@ -250,7 +251,6 @@ class Script:
             recomputed_nbytes=tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways),
             recompute_seconds=sum(max(each, 0.0) for each in again),
             baseline_seconds=plan.baseline_seconds,
-            because=plan.because,
             peak_bytes=(costs.peak_bytes or 0) - found.excess,
         )
         return () if (whole.peak_bytes or inf) > limit else (whole,)
