@@ -159,11 +159,11 @@ def section(name: str, of_job: Sequence[Row]) -> str:
 
 
 def searched(found: Iterable[Row]) -> dict[str, int]:
-    """Return the longest sequence that trains, by arm."""
+    """Return the longest sequence that trains, by arm that was tried; 0 if none does."""
     longest: dict[str, int] = {}
     for row in found:
-        if row["status"] == "ok":
-            longest[row["arm"]] = max(longest.get(row["arm"], 0), int(row["tokens"]))
+        tokens = int(row["tokens"]) if row["status"] == "ok" else 0
+        longest[row["arm"]] = max(longest.get(row["arm"], 0), tokens)
     return longest
 
 
@@ -171,7 +171,7 @@ def search_tables(found: Sequence[Row]) -> list[str]:
     """Return the longest sequences that train and their step times, and the same by memory."""
     lines, arms = [], list(dict.fromkeys(row["arm"] for row in found))
     whole = [row for row in found if not row["memory_gb"]]
-    for arm, tokens in searched(whole).items():
+    for arm, tokens in filter(all, searched(whole).items()):
         row = next(row for row in whole if (row["arm"], row["tokens"]) == (arm, str(tokens)))
         seconds, peak = float(row["step_ms"]) / 1e3, number(row, "peak_gib", 2)
         lines.append([name_of(arm), f"{tokens:,}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}", peak])
@@ -179,7 +179,7 @@ def search_tables(found: Sequence[Row]) -> list[str]:
     if levels := sorted({float(row["memory_gb"]) for row in found if row["memory_gb"]}):
         by_level = [searched(row for row in found if row["memory_gb"] == f"{level:g}") for level in levels]
         both = zip(levels, by_level, strict=True)
-        lines = [[f"{level:g} GB", *(f"{longest.get(arm, 0):,}" for arm in arms)] for level, longest in both]
+        lines = [[f"{gb:g} GB", *(f"{most[arm]:,}" if arm in most else "" for arm in arms)] for gb, most in both]
         shown += ["Longest sequence in tokens, by memory:", table(["memory", *map(name_of, arms)], lines)]
     return shown
 
