@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from drawn_figures import Drawn, DrawnFigure, write
 from sphinx.application import Sphinx
 
 import actoffload
-from actoffload.report.plots import plot_memory, plot_step, plot_timeline, resident_points
+from actoffload.report.plots import LINES, add_legend, plot_timeline
 from actoffload.schedule import (
     DefaultSchedule,
     Kind,
@@ -33,6 +34,7 @@ from actoffload.schedule import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap.json"
@@ -108,6 +110,43 @@ def origin(cost: LayerCost, link: Link, peak: int = 0) -> str:
         f"Simulated: a layer saves {nbytes}, its forward takes {forward:.1f} ms and its backward "
         f"{backward:.1f} ms; the link carries {link.d2h / 1e9:.1f} GB/s in each direction."
     )
+
+
+def plot_memory(timelines: dict[str, Timeline], ax: Axes) -> None:
+    """Draw the bytes of activations that are resident over time, with the peak of each step."""
+    ax.spines[["top", "right"]].set_visible(False)
+    end = max(timeline.end for timeline in timelines.values())
+    highest = max(nbytes for timeline in timelines.values() for _, nbytes in timeline.resident)
+    unit, unit_name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
+    for (name, timeline), (colour, dashes) in zip(timelines.items(), cycle(LINES), strict=False):
+        points = [(0.0, 0), *timeline.resident]
+        points.append((timeline.end, points[-1][1]))
+        x, y = [seconds * 1e3 for seconds, _ in points], [nbytes / unit for _, nbytes in points]
+        label = f"{name + ', ' if name else ''}peak {max(y):.4g} {unit_name}"
+        ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
+        if len(timelines) == 1:
+            ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
+        ax.plot(x[y.index(max(y))], max(y), "o", color=colour, markersize=5, zorder=4)
+        ax.axhline(max(y), color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
+    ax.set_xlim(0, end * 1e3)
+    ax.set_ylim(0, highest / unit * 1.08)
+    ax.set_xlabel("time (ms)")
+    ax.set_ylabel(f"memory ({unit_name})")
+    add_legend(ax, None, columns=min(len(timelines), 2))
+
+
+def plot_step(timeline: Timeline) -> Figure:
+    """Return a figure with compute, copies and resident bytes of one step."""
+    from matplotlib import pyplot
+
+    copies = bool(timeline.of(Kind.D2H, Kind.H2D))
+    ratios, size = ((3, 2.4), (7.5, 4.0)) if copies else ((1.2, 2.4), (7.5, 2.9))
+    figure, (lanes, memory) = pyplot.subplots(2, sharex=True, figsize=size, height_ratios=ratios, layout="constrained")
+    plot_memory({"": timeline}, memory)
+    plot_timeline(timeline, lanes)
+    lanes.set_xlabel("")
+    figure.align_ylabels()
+    return figure
 
 
 def draw(name: str, folder: Path) -> Drawn:
@@ -241,11 +280,12 @@ OVERLAPS: dict[str, Callable[[], tuple[dict[str, Timeline], str, str]]] = {
 
 
 def memory_plot(results: dict[str, Simulation]) -> Figure:
-    """Draw the memory of several steps, all in GiB."""
-    ax = plot_memory({name: resident_points(result.timeline) for name, result in results.items()})
-    for shown, (name, result) in zip(ax.get_legend().get_texts(), results.items(), strict=True):
-        shown.set_text(f"{name}, peak {result.peak_bytes / GIB:.4g} GiB")
-    return ax.figure
+    """Draw the memory of several steps."""
+    from matplotlib import pyplot
+
+    figure, ax = pyplot.subplots(figsize=(7.5, 2.6), layout="constrained")
+    plot_memory({name: result.timeline for name, result in results.items()}, ax)
+    return figure
 
 
 def memory() -> tuple[dict[str, Simulation], str]:

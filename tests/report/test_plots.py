@@ -9,17 +9,12 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib", reason="plots need matplotlib")
 matplotlib.use("agg")
 from matplotlib import pyplot  # noqa: E402 - after the backend is chosen
-from matplotlib.axis import Axis  # noqa: E402
 from matplotlib.collections import PolyCollection  # noqa: E402
-from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
 from actoffload.report.plots import (  # noqa: E402
     plot_measurements,
-    plot_memory,
-    plot_step,
     plot_timeline,
-    resident_points,
 )
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
@@ -80,61 +75,6 @@ def test_the_legend_names_what_is_shown_and_nothing_else() -> None:
     assert legend(0) == ["forward", "backward"]
     assert legend(2) == ["forward", "backward", "offload (D2H)", "reload (H2D)"]
     assert legend(3) == ["forward", "backward", "offload (D2H)", "reload (H2D)", "stall"]
-
-
-def shown_ticks(axis: Axis) -> list[Text]:
-    """Return the numbers along an axis; matplotlib keeps some beyond its ends, which it does not draw."""
-    low, high = sorted(axis.get_view_interval())
-    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-
-
-@pytest.mark.parametrize("model_layers", [5, 12, 40])
-def test_no_two_texts_overlap(model_layers: int) -> None:
-    figure = plot_step(timeline(model_layers - 2, model_layers))
-    figure.draw_without_rendering()
-    lanes, memory = figure.axes
-    ticks = [*lanes.get_yticklabels(), *shown_ticks(memory.xaxis), *shown_ticks(memory.yaxis)]
-    texts = [*lanes.texts, *ticks, memory.xaxis.label, memory.yaxis.label]
-    texts += [text for ax in figure.axes for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
-    boxes = [text.get_window_extent() for text in texts if text.get_text()]
-    overlaps = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
-    assert not overlaps
-    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
-
-
-def test_memory_is_a_staircase_with_its_peak() -> None:
-    shown = timeline(2)
-    axes = pyplot.subplots(2)[1]
-    assert plot_timeline(shown, axes[0]) is axes[0]
-    assert plot_memory({"": resident_points(shown)}, axes[1]) is axes[1]
-    ax = plot_step(shown).axes[1]
-    curve = ax.lines[0]
-    assert curve.get_drawstyle() == "steps-post"
-    assert curve.get_xdata()[0] == 0.0
-    assert curve.get_xdata()[-1] == pytest.approx(shown.end * 1e3)
-    assert max(curve.get_ydata()) == 768.0
-    assert curve.get_label() == "peak 768.0 MiB"
-    assert ax.get_xlabel() == "time (ms)"
-    assert ax.get_ylabel() == "memory (MiB)"
-    peak = ax.lines[1]
-    assert (*peak.get_xdata(), *peak.get_ydata()) == pytest.approx((30.0, 768.0))
-
-
-def test_several_curves_keep_their_names_and_lengths() -> None:
-    measured = [(0.0, 3 * 2**30), (0.1, 4 * 2**30), (0.2, 2**30)]
-    ax = plot_memory({"without": measured, "with": timeline(2).resident})
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
-    assert labels == ["without, peak 4.00 GiB", "with, peak 768.0 MiB"]
-    assert ax.get_ylabel() == "memory (GiB)"
-    assert ax.get_xlim() == (0.0, pytest.approx(200.0))
-    dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
-    assert len(set(dashes)) == 2  # distinct without colour
-
-
-@pytest.mark.parametrize("nothing", [{}, {"a": []}, {"a": [(0.0, 1)], "b": []}])
-def test_nothing_to_draw_is_said(nothing: dict[str, list[tuple[float, int]]]) -> None:
-    with pytest.raises(ValueError, match="plot_memory got no points; pass at least one curve"):
-        plot_memory(nothing)
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(2.0, "s"), (2e-3, "ms"), (2e-6, "µs")])

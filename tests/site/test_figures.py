@@ -1,6 +1,7 @@
 """The figures that are drawn during the build of the site, and their directive."""
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,11 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 import budget_figures
 import drawn_figures
 import schedule_figures
+from matplotlib import pyplot
+from matplotlib.axis import Axis
+from matplotlib.text import Text
 
-from actoffload.schedule import simulate
+from actoffload.schedule import DefaultSchedule, Timeline, simulate
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +68,54 @@ def test_links_and_memory_are_what_the_captions_say() -> None:
     results, alt = schedule_figures.memory()
     assert [result.peak_bytes // (256 * 2**20) for result in results.values()] == [5, 3, 2]
     assert "2 of 5 layers 0.75 GiB" in alt
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+def timeline(num_layers: int, model_layers: int = schedule_figures.LAYERS) -> Timeline:
+    plan = DefaultSchedule(num_layers, model_layers).plan()
+    return simulate(plan, [schedule_figures.COST] * model_layers, schedule_figures.LINK).timeline
+
+
+def shown_ticks(axis: Axis) -> list[Text]:
+    """Return the numbers along an axis; matplotlib keeps some beyond its ends, which it does not draw."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+@pytest.mark.parametrize("model_layers", [5, 12, 40])
+def test_no_two_texts_overlap(model_layers: int) -> None:
+    figure = schedule_figures.plot_step(timeline(model_layers - 2, model_layers))
+    figure.draw_without_rendering()
+    lanes, memory = figure.axes
+    ticks = [*lanes.get_yticklabels(), *shown_ticks(memory.xaxis), *shown_ticks(memory.yaxis)]
+    texts = [*lanes.texts, *ticks, memory.xaxis.label, memory.yaxis.label]
+    texts += [text for ax in figure.axes for text in ax.get_legend().get_texts()]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    overlaps = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+    assert not overlaps
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_memory_is_a_staircase_with_its_peak() -> None:
+    shown = timeline(2)
+    ax = schedule_figures.plot_step(shown).axes[1]
+    curve, peak, _ = ax.lines
+    assert curve.get_drawstyle() == "steps-post"
+    assert (curve.get_xdata()[0], curve.get_xdata()[-1]) == (0.0, pytest.approx(shown.end * 1e3))
+    assert max(curve.get_ydata()) == 768.0
+    assert (curve.get_label(), ax.get_xlabel(), ax.get_ylabel()) == ("peak 768 MiB", "time (ms)", "memory (MiB)")
+    assert (*peak.get_xdata(), *peak.get_ydata()) == pytest.approx((30.0, 768.0))
+
+
+def test_several_curves_are_distinct_without_colour() -> None:
+    results, _ = schedule_figures.memory()
+    (ax,) = schedule_figures.memory_plot(results).axes
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    peaks = "1.25", "0.75", "0.5"
+    assert labels == [f"{name}, peak {peak} GiB" for name, peak in zip(results, peaks, strict=True)]
+    assert len({line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"}) == 3

@@ -20,15 +20,12 @@ __all__ = [
     "Frontier",
     "StepTimeline",
     "plot_measurements",
-    "plot_memory",
-    "plot_step",
     "plot_timeline",
     "plot_trace",
 ]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
@@ -115,46 +112,10 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
                 ax.text((start + end) / 2 * scale, lane, str(layer), clip_on=True, bbox=behind, **text)
     present = {span.kind for span in timeline.spans}
     patches = [Patch(label=kind.value, **styles[kind]) for kind in Kind if kind in present]
-    _legend(ax, patches, columns=len(Kind))
+    add_legend(ax, patches, columns=len(Kind))
     if timeline.source == "reference device":  # its clock says nothing about a GPU
         ax.set_xticks([])
         ax.set_xlabel("order of the step on the reference device")
-    return ax
-
-
-def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | None = None) -> Axes:
-    """Draw memory over time, with the peak of each curve.
-
-    Parameters
-    ----------
-    curves : mapping of str to sequence of (float, int)
-        Curves by name: seconds, and the bytes in use from then on.
-
-    Raises
-    ------
-    ValueError
-        If a curve has no points, or there is none.
-    """
-    if not curves or not all(curves.values()):
-        raise ValueError("plot_memory got no points; pass at least one curve, each with at least one point.")
-    ax = _axes(ax, 7.5, 2.6)
-    end = max(points[-1][0] for points in curves.values())
-    highest = max(nbytes for points in curves.values() for _, nbytes in points)
-    scale = _set_time_axis(ax, end)
-    unit, unit_name = byte_unit(highest)
-    for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
-        x = [seconds * scale for seconds, _ in points]
-        y = [nbytes / unit for _, nbytes in points]
-        top = max(y)
-        label = f"{name + ', ' if name else ''}peak {size(max(nbytes for _, nbytes in points))}"
-        ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
-        if len(curves) == 1:
-            ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
-        ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
-        ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
-    ax.set_ylim(0, highest / unit * 1.08 or 1.0)
-    ax.set_ylabel(f"memory ({unit_name})")
-    _legend(ax, None, columns=min(len(curves), 2))
     return ax
 
 
@@ -179,7 +140,7 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("read where layers begin and end; peaks in between are not drawn")
     ax.set_ylabel(f"memory ({unit_name})")
-    _legend(ax, None, columns=min(len(traces), 2))
+    add_legend(ax, None, columns=min(len(traces), 2))
     return ax
 
 
@@ -206,31 +167,6 @@ def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: 
     return ax
 
 
-def plot_step(timeline: Timeline) -> Figure:
-    """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
-    copies = bool(timeline.of(Kind.D2H, Kind.H2D))
-    ratios, size = ((3, 2.4), (7.5, 4.0)) if copies else ((1.2, 2.4), (7.5, 2.9))
-    figure, (lanes, memory) = _pyplot().subplots(
-        2, sharex=True, figsize=size, height_ratios=ratios, layout="constrained"
-    )
-    plot_memory({"": resident_points(timeline)}, memory)
-    plot_timeline(timeline, lanes)
-    memory.set_xlabel(lanes.get_xlabel())
-    lanes.set_xlabel("")
-    figure.align_ylabels()
-    return figure  # type: ignore[no-any-return]
-
-
-def resident_points(timeline: Timeline) -> list[tuple[float, int]]:
-    """Return the resident bytes from the start of a timeline to its end."""
-    points = list(timeline.resident)
-    if points and points[0][0] > 0:
-        points.insert(0, (0.0, 0))
-    if points and points[-1][0] < timeline.end:
-        points.append((timeline.end, points[-1][1]))
-    return points
-
-
 def without_stalls(timeline: Timeline) -> list[Span]:
     """Return the spans with stalls cut out of compute, as a measured span runs from a layer's start to its end."""
     stalls = timeline.of(Kind.STALL)
@@ -246,7 +182,7 @@ def without_stalls(timeline: Timeline) -> list[Span]:
     return sorted((span for span in cut if span.seconds > 0 or span.nbytes), key=lambda span: span.start)
 
 
-def _legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
+def add_legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
     """Add a legend above the axes; without `handles`, of all that has a label."""
     space: dict[str, Any] = {"borderaxespad": 0.2, "borderpad": 0.2, "handlelength": 1.6, "columnspacing": 1.4}
     space |= {"bbox_to_anchor": (0.0, 1.0), "ncols": columns, "fontsize": LABEL_SIZE + 0.5}
@@ -354,5 +290,5 @@ class Frontier(Printable):
         ax.set_ylabel("forward and backward (ms)")
         ax.margins(y=0.1)
         ax.ticklabel_format(useOffset=False)
-        _legend(ax, None, 2)
+        add_legend(ax, None, 2)
         return ax
