@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
 from actoffload.device.base import StreamPosition
-from actoffload.engine.host_pool import FreeSegments, HostBuffer, HostPool, Segment
+from actoffload.engine.host_pool import GRANULE, FreeSegments, HostBuffer, HostPool, Segment
 
 KIB, MIB = 2**10, 2**20
 
@@ -46,6 +46,21 @@ def whole(buffer: HostBuffer, nbytes: int) -> None:
     assert buffer.nbytes == nbytes == sum(part.numel() for part in buffer.parts)
     assert all(part.dtype is torch.uint8 and part.dim() == 1 and part.is_contiguous() for part in buffer.parts)
     assert all(part.data_ptr() % 64 == 0 for part in buffer.parts)
+
+
+def test_slabs_that_are_added_ahead():
+    device = Counting(room=14 * MIB)
+    pool = HostPool(device)
+    assert pool.add_slab(6 * MIB)
+    assert pool.add_slab(6 * MIB)
+    assert not pool.add_slab(6 * MIB)
+    assert device.slabs == [4 * MIB, 2 * MIB]
+    whole(pool.take(5 * MIB), 5 * MIB)
+    assert pool.bytes_held == 6 * MIB
+    assert not pool.add_slab(6 * MIB + GRANULE - 1)
+    assert pool.add_slab(32 * MIB) is False, "the system has no more"
+    assert not HostPool(device, max_bytes=4 * MIB).add_slab(6 * MIB)
+    assert device.slabs == [4 * MIB, 2 * MIB]
 
 
 def test_a_buffer_is_reused():

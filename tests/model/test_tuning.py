@@ -1,15 +1,18 @@
 """The measured default in virtual time: which passes measure, what is chosen, what it costs, and what is said."""
 
 import logging
+import threading
+import time
 
 import pytest
 import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, seconds, stages, step
+from timed_device import Timed, TimedBlock, TimedModel, offload, seconds, stage_of, stages, step
 from torch import nn
 from whole_model import nothing_installed
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
+from actoffload.model.tuning import script
 from actoffload.model.tuning.ranks import WINDOW
 from actoffload.schedule.plan import Plan
 
@@ -62,6 +65,45 @@ def test_stages(case):
     assert not handle.settling
     assert handle.plan is plan
     assert device.synchronized <= 5
+
+
+def test_host_memory_is_pinned_beside_passes(monkeypatch):
+    """By no thread once a forward or a backward has ended: a program may capture a graph then."""
+    monkeypatch.setattr(script, "AT_ONCE", 4 * MIB)
+    device, model = tight()
+    here, count, pinned, take = threading.current_thread(), threading.active_count(), [], device.empty_host
+
+    def empty_host(nbytes: int) -> torch.Tensor:
+        if threading.current_thread() is not here:
+            time.sleep(0.05)  # longer than what is left of a forward or a backward
+        pinned.append((stage_of(handle), threading.current_thread() is here, nbytes))
+        return take(nbytes)
+
+    def ends_pinning() -> None:
+        y = model(torch.zeros(4, requires_grad=True))
+        assert threading.active_count() == count
+        y.sum().backward()
+        assert threading.active_count() == count
+
+    device.empty_host = empty_host
+    handle = offload(model, device, min_bytes=16)  # also the inputs of blocks, in the passes before
+    assert stages(handle, ends_pinning, 7) == [*FIRST, "PIN", "PLAN", "PLAN", "PLAN", ""]
+    ahead = [(stage, nbytes // MIB) for stage, itself, nbytes in pinned if not itself]
+    assert ahead == [("PIN", 16), ("PIN", 4)]
+    assert handle.plan.offloaded_bytes <= sum(nbytes for *_, nbytes in pinned) <= handle.plan.offloaded_bytes + 2 * MIB
+
+
+def test_a_forward_that_fails_while_host_memory_is_pinned(monkeypatch):
+    monkeypatch.setattr(script, "AT_ONCE", 0)
+    device, model = tight()
+    handle = offload(model, device, min_bytes=16)
+    assert stages(handle, lambda: step(model), 2) == FIRST
+    count, take = threading.active_count(), device.empty_host
+    device.empty_host = lambda nbytes: time.sleep(0.05) or take(nbytes)
+    with model.blocks[3].register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        step(model)
+    assert stage_of(handle) == "PIN"
+    assert threading.active_count() == count
 
 
 @pytest.mark.parametrize("recompute", [False, "auto"])

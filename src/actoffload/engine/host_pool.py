@@ -40,7 +40,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -65,6 +64,7 @@ __all__ = [
 ALIGN = 512
 GRANULE = 1 << 21
 LARGEST = 1 << 30
+AHEAD = 1 << 28  # bytes of a slab that is allocated ahead: 0.05 s
 
 # What an object gives back
 
@@ -257,7 +257,7 @@ class HostPool:
         self._free = FreeSegments()
         self._bins: dict[int, dict[HostBuffer, None]] = {}  # by size; the last one returned last
         self._used: dict[int, HostBuffer] = {}  # by number
-        self._exhausted = ""
+        self.exhausted = ""  # why the system refused the latest request for memory
         self._retry_at = 0
 
     def take(
@@ -318,10 +318,18 @@ class HostPool:
                 self.high_water = self.bytes_taken
             return buffer
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the system refused the latest request for memory."""
-        return bool(self._exhausted)
+    def add_slab(self, limit: int) -> bool:
+        """Allocate a slab, up to `limit` bytes in all; return whether there may be another one.  From any thread."""
+        missing = limit - self.bytes_held
+        if missing < GRANULE or self._over_limit(missing):
+            return False
+        try:
+            slab = self._backend.empty_host(min(AHEAD, 1 << (missing.bit_length() - 1)))
+        except (RuntimeError, MemoryError):  # `take` tries once more, and says why
+            return False
+        with self._lock:
+            self._insert(slab)
+        return True
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
@@ -365,7 +373,7 @@ class HostPool:
             self._slabs.clear()
             _given_back[0] += self.bytes_held
             self.bytes_held = self.bytes_taken = 0
-            self._exhausted = ""
+            self.exhausted = ""
             self.broken = False
         self._backend.release_host()
 
@@ -464,30 +472,28 @@ class HostPool:
         limit, held = self._max_bytes, self.bytes_held
         # [guard: limit on the bytes held]
         if limit is not None and held + more > limit:
-            return _refusal(limit, more, held)
+            limited = f"the limit of {written(limit)} of host memory forbids {written(more)} more"
+            return f"{limited} beside the {written(held)} that are held"
         return ""
 
     def _grow(self, sizes: Sequence[int]) -> str:
         """Allocate slabs; return why that is not possible, or nothing."""
-        if self._exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
-            return self._exhausted
+        if self.exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
+            return self.exhausted
         for size in sizes:
             try:
                 slab = self._backend.empty_host(size)
             except (RuntimeError, MemoryError) as error:
                 # Another attempt for each tensor would cost more than it could bring, and strain the system.
-                self._exhausted = f"the system has no more page-locked memory ({error})"
+                self.exhausted = f"the system has no more page-locked memory ({error})"
                 self._retry_at = _given_back[0] + size
-                return self._exhausted
-            number = next(self._numbers)
-            self._slabs[number] = slab
-            self.bytes_held += size
-            self._free.insert(Segment(number, 0, size))
-        self._exhausted = ""
+                return self.exhausted
+            self._insert(slab)
+        self.exhausted = ""
         return ""
 
-
-@lru_cache(maxsize=64)  # a step refuses the same again
-def _refusal(limit: int, more: int, held: int) -> str:
-    limited = f"the limit of {written(limit)} of host memory forbids {written(more)} more"
-    return f"{limited} beside the {written(held)} that are held"
+    def _insert(self, slab: torch.Tensor) -> None:
+        number, size = next(self._numbers), slab.numel()
+        self._slabs[number] = slab
+        self.bytes_held += size
+        self._free.insert(Segment(number, 0, size))

@@ -355,6 +355,7 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
+        self._engine.stop_pinning()  # [guard: pinning behind a forward]
         remove_tracers()  # [guard: modes that an interrupt left]
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]

@@ -172,13 +172,14 @@ class Tuner:
                 return self._whole()
             if stage is None:
                 return self._settled_pass(elements)
-            if self.found.host_bytes is not None:
-                self._engine.trim(keep=self.found.host_bytes)
+            planned = self.found.host_bytes
+            if planned is not None and stage is Stage.PLAN:
+                self._engine.trim(keep=planned)
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
-            timed = TimedPass(stage, self._number, tensors, self._state, memory=memory)
-            self._timed = timed
+            pinned = planned or 0 if stage is Stage.PIN else 0
+            self._timed = timed = TimedPass(stage, self._number, tensors, self._state, memory, pinned)
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
