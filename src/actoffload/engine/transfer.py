@@ -121,7 +121,7 @@ class Transfers:
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             pinning[1].set()
-            pinning[0].join()
+            pinning[0].join()  # [wait: slab that is being pinned]
 
     def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
         """Return a position at the present end of a stream; `captured` saves asking, where the caller knows."""
