@@ -337,6 +337,7 @@ class Tracker:
         self._thread.calls.clear()
         self._thread.idle = False
         self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
+        self._engine.stop_pinning()  # [guard: pinning behind a forward]
         self._finish()
 
     def _end_group(self, call: Call, output: Any) -> None:
@@ -355,7 +356,6 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
-        self._engine.stop_pinning()  # [guard: pinning behind a forward]
         remove_tracers()  # [guard: modes that an interrupt left]
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
