@@ -138,15 +138,13 @@ def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
 
 def is_compound(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of others, or is a plain one with a class and attributes of its own."""
-    return _flattens(type(tensor)) or _gives_parts(tensor) or _is_dressed(tensor)
+    if _flattens(type(tensor)) or _gives_parts(tensor):
+        return True
+    return not (has_own_dispatch(type(tensor)) or isinstance(tensor, Parameter) or is_lazy(tensor))
 
 
 def _flattens(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
-
-
-def _is_dressed(tensor: torch.Tensor) -> bool:
-    return not (has_own_dispatch(type(tensor)) or isinstance(tensor, Parameter) or is_lazy(tensor))
 
 
 def _gives_parts(thing: object) -> bool:

@@ -144,7 +144,7 @@ class FunctionCall:
         context.needs_input_grad = self._needs_input_grad
         function = self.function
         with torch.no_grad():
-            if _has_setup_context(function):
+            if getattr(function, "setup_context", None) is not _plain_setup:
                 outputs = function.forward(*args)
                 function.setup_context(context, args, outputs)
             else:
@@ -154,10 +154,6 @@ class FunctionCall:
 
 
 _plain_setup = getattr(torch.autograd.Function, "setup_context", None)
-
-
-def _has_setup_context(function: Any) -> bool:
-    return getattr(function, "setup_context", None) is not _plain_setup
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:

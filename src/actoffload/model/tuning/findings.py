@@ -223,7 +223,8 @@ class Findings:
             limit -= math.ceil(tokens / self.tokens * max(saved, default=0))
         measured = tokens == self.tokens and limit == self.limit
         room = {} if host_bytes is None else {"host_limit": host_bytes}
-        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=_rounded(limit), **room)
+        most = None if limit is None else round((1 - ROUNDING) * limit)  # sizes are rounded up
+        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=most, **room)
         return Fit(tokens, self.tokens, plan, limit, host_bytes)
 
     def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
@@ -307,8 +308,3 @@ class Findings:
             bare = bare._replace(nbytes=bare.nbytes + more, allocated=bare.allocated + more)
         limit = self.limit if room.limit is None else room.limit
         return replace(self, limit=limit, allocated_before=allocated, bare=bare, more=more)
-
-
-def _rounded(limit: int | None) -> int | None:
-    """Return a limit with a little room for sizes that are rounded up."""
-    return None if limit is None else round((1 - ROUNDING) * limit)
