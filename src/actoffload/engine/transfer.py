@@ -25,8 +25,8 @@ capture mean nothing outside of it.  When the forward of a model ends, compute h
 copy in is waited for by its use.  So no wait crosses the border between the captures of forward and backward.  Waits
 for work from before the capture, which `torch.cuda.graph` has synchronized, are left out.
 
-`[Note: pinning]`  The host memory of a plan takes about 0.2 seconds a GiB to pin (on an H100), longer than several
-passes.  So a thread pins it while a forward or a backward runs, and at no other time: pinning in any thread breaks the
+`[Note: pinning]`  To pin the host memory of a plan takes longer than several passes: about 0.2 seconds a GiB beside an
+H100.  So a thread pins it while a forward or a backward runs, and at no other time: pinning in any thread breaks the
 capture of a graph (seen with torch 2.11), and no program begins one there.
 """
 

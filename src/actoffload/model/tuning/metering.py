@@ -68,7 +68,7 @@ class TimedPass:
     memory : bool
         Whether its peak is read, which takes longer.
     pinned : int
-        Bytes of host memory that are held at its end, as far as it takes that long to pin them.
+        Bytes of host memory up to which a thread pins beside it; 0 for none.
     """
 
     def __init__(

@@ -213,7 +213,7 @@ class Script:
             found.host_bytes = plan.offloaded_bytes * found.in_flight
             statistics = self._state.engine.statistics
             before, held = -1, statistics().host_bytes
-            while before < held < found.host_bytes - AT_ONCE:
+            while before < held < found.host_bytes - AT_ONCE:  # until the last pass has pinned no more
                 yield from self._pass(Stage.PIN)
                 before, held = held, statistics().host_bytes
             passes.append((yield from self._pass(Stage.PLAN)))
