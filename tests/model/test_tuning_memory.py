@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed_device import Timed, TimedModel, offload, seconds, small, stages, step
+from timed_device import Timed, TimedModel, offload, seconds, small, stage_of, stages, step
 
 from actoffload.model.tuning.ranks import WINDOW
 
@@ -53,6 +53,19 @@ def test_no_pass_exceeds_the_memory(mebibytes, link, recompute):
     assert handle.plan.peak_bytes <= device.memory
     assert times[-1] <= times[1] * 1.02, "no slower than the leanest plan"
     assert times[-1] == pytest.approx(handle.plan.seconds)
+
+
+def test_cached_memory_is_released_before_other_sizes_are_allocated():
+    """In the first pass, which a model was loaded before, and in the first one with each plan."""
+    device, model = limited(20, 1e5)
+    released, found = [], []
+    device.release_device = lambda: released.append(len(found))
+    handle = offload(model, device)
+    for _ in range(8):
+        step(model)
+        found.append(stage_of(handle))
+    assert found[:3] == ["FIRST", "LEAN", "PLAN"]
+    assert released == [0, 2]
 
 
 # Inputs of other sizes

@@ -172,13 +172,13 @@ class Tuner:
                 return self._whole()
             if stage is None:
                 return self._settled_pass(elements)
-            planned = self.found.host_bytes
-            if planned is not None and stage is Stage.PLAN:
-                self._engine.trim(keep=planned)
-                # Blocks that were cut for the passes before would leave gaps for those with this plan.
+            host, takes = self.found.host_bytes or 0, stage is Stage.PLAN and self.found.host_bytes is not None
+            if takes:
+                self._engine.trim(keep=host)
+            if takes or self._number == self.begun:
+                # Blocks that were cut for what came before would leave gaps: loading a model leaves many.
                 self._engine.backend.release_device()
-            memory = stage is Stage.PLAN and self.found.limit is not None
-            pinned = planned or 0 if stage is Stage.PIN else 0
+            memory, pinned = stage is Stage.PLAN and self.found.limit is not None, host if stage is Stage.PIN else 0
             self._timed = timed = TimedPass(stage, self._number, tensors, self._state, memory, pinned)
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
