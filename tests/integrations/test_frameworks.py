@@ -407,6 +407,15 @@ def test_names_of_transformers():
     assert hasattr(transformers.PreTrainedModel, "gradient_checkpointing_enable")
 
 
+def test_the_trainer_reads_each_loss_unless_it_is_told_not_to():
+    import transformers
+
+    (argument,) = (f for f in fields(transformers.TrainingArguments) if f.name == "logging_nan_inf_filter")
+    assert argument.default is True
+    assert "torch.isnan(tr_loss_step)" in inspect.getsource(transformers.Trainer)
+    assert f"`TrainingArguments({argument.name}=False)`" in (INTEGRATIONS / "trainer.md").read_text(encoding="utf-8")
+
+
 def test_names_of_trl():
     trl = pytest.importorskip("trl")
     from trl.models.activation_offloading import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager
