@@ -171,7 +171,7 @@ def search_tables(found: Sequence[Row]) -> list[str]:
     """Return the longest sequences that train and their step times, and the same by memory."""
     lines, arms = [], list(dict.fromkeys(row["arm"] for row in found))
     whole = [row for row in found if not row["memory_gb"]]
-    for arm, tokens in filter(all, searched(whole).items()):
+    for arm, tokens in filter(all, searched(whole).items()):  # of those with which any length trains
         row = next(row for row in whole if (row["arm"], row["tokens"]) == (arm, str(tokens)))
         seconds, peak = float(row["step_ms"]) / 1e3, number(row, "peak_gib", 2)
         lines.append([name_of(arm), f"{tokens:,}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}", peak])

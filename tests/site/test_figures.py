@@ -116,6 +116,8 @@ def test_several_curves_are_distinct_without_colour() -> None:
     results, _ = schedule_figures.memory()
     (ax,) = schedule_figures.memory_plot(results).axes
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert ax.get_ylabel() == "memory (GiB)"
+    assert ax.get_xlim() == (0.0, pytest.approx(max(result.timeline.end for result in results.values()) * 1e3))
     peaks = "1.25", "0.75", "0.5"
     assert labels == [f"{name}, peak {peak} GiB" for name, peak in zip(results, peaks, strict=True)]
     assert len({line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"}) == 3

@@ -27,7 +27,7 @@ for work from before the capture, which `torch.cuda.graph` has synchronized, are
 
 `[Note: pinning]`  To pin the host memory of a plan takes longer than several passes: about 0.2 seconds a GiB beside an
 H100.  So a thread pins it while a forward or a backward runs, and at no other time: pinning in any thread breaks the
-capture of a graph (seen with torch 2.11), and no program begins one there.
+capture of a graph (seen with torch 2.11), and a program begins no capture within a forward or a backward.
 """
 
 from __future__ import annotations

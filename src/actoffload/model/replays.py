@@ -29,20 +29,7 @@ from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import (
-    Alarm,
-    Call,
-    FunctionCall,
-    Policy,
-    Program,
-    RngPosition,
-    Times,
-    Trace,
-    Tracer,
-    Weight,
-    measure,
-    same,
-)
+from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
 from .follow import FollowedModule, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -275,7 +262,7 @@ class Replays:
             found.begin()
         return Begun(call, group, kind, policy, operators)
 
-    def _measure(self, program: Program, source: Callable[[int], torch.Tensor], beginning: RngPosition | None) -> Times:
+    def _measure(self, program: Program, source: Any, beginning: Any) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
         key = _work_of(program)
         self._timed[key] += 1

@@ -5,7 +5,7 @@ from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
 from .remake import Remake
-from .trace import FunctionCall, RngPosition, Trace, Weight, same
+from .trace import FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Policy",
     "Program",
     "Remake",
-    "RngPosition",
     "Times",
     "Trace",
     "Tracer",

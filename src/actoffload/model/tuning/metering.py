@@ -72,7 +72,14 @@ class TimedPass:
     """
 
     def __init__(
-        self, stage: Stage, number: int, inputs: Sequence[torch.Tensor], state: ModelState, memory: bool, pinned: int
+        self,
+        stage: Stage,
+        number: int,
+        inputs: Sequence[torch.Tensor],
+        state: ModelState,
+        *,
+        memory: bool,
+        pinned: int,
     ) -> None:
         self.stage, self.number, self._memory = stage, number, memory
         self._engine, self._pinned = state.engine, pinned

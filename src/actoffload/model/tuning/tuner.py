@@ -172,14 +172,15 @@ class Tuner:
                 return self._whole()
             if stage is None:
                 return self._settled_pass(elements)
-            host, takes = self.found.host_bytes or 0, stage is Stage.PLAN and self.found.host_bytes is not None
-            if takes:
-                self._engine.trim(keep=host)
-            if takes or self._number == self.begun:
-                # Blocks that were cut for what came before would leave gaps: loading a model leaves many.
+            planned = self.found.host_bytes  # what a plan takes that has not run
+            if planned is not None and stage is Stage.PLAN:
+                self._engine.trim(keep=planned)
+                # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
-            memory, pinned = stage is Stage.PLAN and self.found.limit is not None, host if stage is Stage.PIN else 0
-            self._timed = timed = TimedPass(stage, self._number, tensors, self._state, memory, pinned)
+            memory = stage is Stage.PLAN and self.found.limit is not None
+            pinned = (planned or 0) if stage is Stage.PIN else 0
+            timed = TimedPass(stage, self._number, tensors, self._state, memory=memory, pinned=pinned)
+            self._timed = timed
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
