@@ -32,17 +32,13 @@ from actoffload.measure import MemoryMeter
 __all__ = ["DEVICE", "Recorder", "Sample", "UnavailableError", "Way", "mean_square", "need", "plain_steps", "run_arms"]
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-ABOVE = 1.03
-"""A budget over the peak of checkpointing."""
-SETTLING = 40
-"""Steps after which the plan has to be final."""
-PROVEN = 2
-"""First steps of which loss and gradients are noted, to be compared between arms."""
+ABOVE = 1.03  # a budget over the peak of checkpointing
+SETTLING = 40  # steps after which the plan has to be final
+PROVEN = 2  # first steps of which loss and gradients are noted, to be compared between arms
 _ATTENTION = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 SAVED = [getattr(torch.ops.aten, name).default for name in ("mm", *_ATTENTION)]
 """Matrix products and attention, which selective checkpointing saves."""
-ENOUGH = 8.0
-"""Seconds of measured steps in a round, of two steps at least."""
+ENOUGH = 8.0  # seconds of measured steps in a round, of two steps at least
 
 Sample: TypeAlias = dict[str, Any]
 

@@ -76,6 +76,7 @@ def _layers(count: str, tokens: int, more: str = "") -> str:
 
 JOBS = {
     "T1": Job("Llama 1.1B", f"{_TRAINER}{_AUTOCAST}, 4096 tokens × 2.", "trainer", 2.5, 240),
+    "T1f": Job("Llama 1.1B, no filter", "As above with `logging_nan_inf_filter=False`: no wait.", "trainer", 2.5, 240),
     "L4": Job("Llama 8B LoRA, 4k", f"{_LORA}4096 tokens × 1.", "trainer", 3, 300, rounds=2),
     "L16": Job("Llama 8B LoRA, 16k", f"{_LORA}16384 tokens × 1.", "trainer", 3, 300, rounds=2, steps=2),
     "L32": Job("Llama 8B LoRA, 32k", f"{_LORA}32768 tokens × 1, Liger kernels.", "trainer", 3, 300, rounds=1, steps=3),
