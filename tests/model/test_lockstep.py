@@ -137,7 +137,7 @@ def slower(rank: Rank, times: float) -> None:
 # One decision
 
 
-@pytest.mark.parametrize(("options", "want"), [(LIMITED, ALL), ({"memory": 2**40}, ["FIRST", "LEAN", "PLAN"])])
+@pytest.mark.parametrize(("options", "want"), [(LIMITED, ALL), ({"memory": 2**40}, ALL)])
 def test_clocks_that_differ_wildly(program, options, want):
     for link in (1e4, 1e2, 3e3):
         program.add(link, **options)
@@ -196,7 +196,7 @@ def test_a_rank_that_comes_late(program):
 
 @pytest.mark.parametrize(
     ("large", "want"),
-    [*[(large, [*ALL[:2], *["PLAN"] * 3, *ALL, "PLAN"]) for large in ((0,), (0, 1))], ((1,), [*ALL[:2], "PLAN"])],
+    [*[(large, [*ALL[:2], *["PLAN"] * 3, *ALL, "PLAN"]) for large in ((0,), (0, 1))], ((1,), ALL)],
 )
 def test_inputs_that_may_be_too_large_are_measured_anew_by_the_rank_that_leads(program, large, want):
     """From the third pass on, and in some ranks: settling ends in all after the same pass."""

@@ -37,9 +37,9 @@ def settle(model: nn.Module, handle: actoffload.OffloadHandle, limit: int = 20) 
 FIRST = ["FIRST", "LEAN"]
 CASES = {  # memory in MiB, rate of the link, whether groups may be recomputed: stages, offloaded, recomputed
     "memory is not known": (None, 1e7, "auto", FIRST, 0, 0),
-    "fits": (100, 1e7, "auto", [*FIRST, "PLAN"], 0, 0),
-    "fits, slow link": (100, 1e5, "auto", [*FIRST, "PLAN"], 0, 0),
-    "fits, without replay": (100, 1e7, False, [*FIRST, "PLAN"], 0, 0),
+    "fits": (100, 1e7, "auto", [*FIRST, "PLAN", "PLAN"], 0, 0),
+    "fits, slow link": (100, 1e5, "auto", [*FIRST, "PLAN", "PLAN"], 0, 0),
+    "fits, without replay": (100, 1e7, False, [*FIRST, "PLAN", "PLAN"], 0, 0),
     "copies are free": (16, 1e7, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 6, 0),
     "copies are free, without replay": (16, 1e7, False, [*FIRST, "PLAN", "PLAN"], 6, 0),
     "copies are slow": (16, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 5),
@@ -65,6 +65,15 @@ def test_stages(case):
     assert not handle.settling
     assert handle.plan is plan
     assert device.synchronized <= 5
+
+
+def test_a_plan_that_keeps_everything_says_what_its_pass_took():
+    """Passes that replay may have been slower than their operators, as on a host that is busy with them."""
+    device, model = tight(100 * MIB)
+    handle = offload(model, device)
+    device.slow = lambda: 1.5 if handle.settling and stage_of(handle) in FIRST else 1.0
+    settle(model, handle)
+    assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(seconds(model, device))
 
 
 def test_host_memory_is_pinned_beside_passes(monkeypatch):
@@ -193,7 +202,7 @@ def test_report_of_a_plan_in_the_steady_state():
     ("memory", "parts"),
     [
         (16 * MIB, ("6 of 8 groups of TimedModel are offloaded (24.0 MiB)", "passes 1 to 5")),
-        (100 * MIB, ("0 of 8 groups", "passes 1 to 3", "Fits:")),
+        (100 * MIB, ("0 of 8 groups", "passes 1 to 4", "Fits:")),
     ],
 )
 def test_one_log_line(caplog, memory, parts):

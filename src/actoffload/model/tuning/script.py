@@ -6,8 +6,8 @@ the groups and times their operators.  The next pass runs in the same way withou
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
 way.  A compiled group has no operators to time: it runs again as a whole, and what it would save otherwise is counted
-where it is dropped.  If everything fits without, one more pass keeps everything, to know its peak; then nothing is
-installed.
+where it is dropped.  If everything fits without, two more passes keep everything, to know its peak and its time; then
+nothing is installed.
 
 Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  While
 much host memory is pinned for it, passes run as the leanest one.  Its first pass pins what is left, and its second is
@@ -198,7 +198,8 @@ class Script:
         (plan,), (peak,) = best.plans, best.peaks
         if plan.idle:
             peak, limit = peak or plan.peak_bytes or 0, self.found.limit or 0
-            return replace(plan, peak_bytes=peak, because=plan.because if peak > limit else fits(peak, limit))
+            because = plan.because if peak > limit else fits(peak, limit)
+            return replace(plan.measured(best.seconds, best.seconds), peak_bytes=peak, because=because)
         timed, because = self._as_timed(best), f"{plan.because} {took}".strip()
         if kept is not best:
             whole = replace(kept.plans[0], peak_bytes=kept.peaks[0])
@@ -222,7 +223,7 @@ class Script:
             # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
             held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
             found.host_limit = int((1 - HOST_GAPS) * held) // found.in_flight
-        elif whole or not (plan.idle or self._peak_of(passes) > limit):
+        elif whole or self._peak_of(passes) <= limit:
             passes.append((yield from self._pass(Stage.PLAN)))
             expected = plan.seconds or inf
             if self._seconds(passes[-1]) > (1 + LONGER) * expected:  # [guard: passes in which the host paused]
