@@ -3,7 +3,8 @@
 `[Note: trials of plans]`  The first passes measure groups and copies, each for itself.  Whether a whole pass takes as
 long as was simulated, and no more memory, is known only when it has run.  So a plan is tried.  If it takes more memory
 than its limit, one for as much less is tried.  Last, every group is replayed as a whole, as activation checkpointing
-would do it, and the faster of the two is kept: no predicted time counts there.
+would do it, and the faster of the two is kept: no predicted time counts there.  A model leaves that out where its
+groups alone took longer in the leanest pass, which replays all of them.
 """
 
 from __future__ import annotations

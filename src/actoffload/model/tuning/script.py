@@ -24,6 +24,7 @@ from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
+from ..._text import milliseconds
 from ...planner import OperatorCost, Variant, replay_ways
 from ...planner.variants import within
 from ...replay import Policy
@@ -74,6 +75,7 @@ class Script:
         self._backend, self._host_room = state.engine.backend, state.engine.host_room
         self.found = found
         self._most = 0  # elements of inputs so far
+        self._least = 0.0  # seconds of whole replay, where it is not tried
 
     def run(self) -> Steps:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
@@ -200,6 +202,9 @@ class Script:
             peak, limit = peak or plan.peak_bytes or 0, self.found.limit or 0
             because = plan.because if peak > limit else fits(peak, limit)
             return replace(plan.measured(best.seconds, best.seconds), peak_bytes=peak, because=because)
+        if self._least:
+            least = milliseconds(self._least)
+            took = f"Recomputing every group, about what checkpointing does, takes at least {least} a pass."
         timed, because = self._as_timed(best), f"{plan.because} {took}".strip()
         if kept is not best:
             whole = replace(kept.plans[0], peak_bytes=kept.peaks[0])
@@ -240,13 +245,19 @@ class Script:
         """Return a plan by what others have shown; after the trial of the `best` one that with whole replay.
 
         The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out there.
-        There is none if nothing may be replayed, it is too large, or what it takes is not known.
+        There is none if nothing may be replayed, it is too large, or what it takes is not known; nor if the best takes
+        less than the groups alone in the leanest pass, without what compute has waited for.
         """
         found, ways, limit = self.found, self.found.ways, (self.found.limit or inf) - excess[0]
         if best is None:
             return (found.chosen(),)
         last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
         if found.in_flight > 1 or best.plans[0].peak_bytes is None or last == list(ways):
+            return ()
+        pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
+        least = sum(min(cost.forward + cost.backward for cost in pair) for pair in pairs)
+        if (1 + LONGER) * best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
+            self._least = least
             return ()
         plan = self._as_timed(best)
         costs = replace(found, ways=last).chosen(excess=excess[0])
