@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -158,13 +158,9 @@ def names_of(policy: Policy) -> tuple[str, ...]:
 
 
 @cache  # blocks are alike, and programs are found by their policy
-def _saving(names: tuple[str, ...], holds: bool) -> Policy:
-    return Policy(names, holds=holds) if names or holds else everything
-
-
-def saving(names: Iterable[str], *, holds: bool = False) -> Policy:
+def saving(names: tuple[str, ...], *, holds: bool = False) -> Policy:
     """Return the policy by which results of the operators with some names stay; the same one for the same names."""
-    return _saving(tuple(names), holds)
+    return Policy(names, holds=holds) if names or holds else everything
 
 
 # What no policy allows
@@ -182,14 +178,8 @@ The workspace of a recurrent layer has parts that nothing writes.
 """
 
 _COLLECTIVES = (
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "fsdp",
-    "symm_mem",
-    "_dtensor",
-)
+    "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "fsdp", "symm_mem", "_dtensor",
+)  # fmt: skip
 _PYTORCH = ("aten", "prim", "prims", "torch_attn")
 """Namespaces of operators whose tags say whether they draw random numbers."""
 
