@@ -44,7 +44,7 @@ CASES = {  # memory in MiB, rate of the link, whether groups may be recomputed: 
     "copies are free, without replay": (16, 1e7, False, [*FIRST, "PLAN", "PLAN"], 6, 0),
     "copies are slow": (16, 1e5, "auto", [*FIRST, "PLAN", "PLAN"], 0, 5),
     "copies are slow, without replay": (16, 1e5, False, [*FIRST, "PLAN", "PLAN"], 5, 0),
-    "as a checkpoint is tried": (8, 1e5, "auto", [*FIRST, "PLAN", "PLAN", "PLAN"], 0, 7),
+    "nearly as a checkpoint": (8, 1e5, "auto", [*FIRST, "PLAN", "PLAN"], 0, 7),
 }
 
 

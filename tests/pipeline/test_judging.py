@@ -69,6 +69,18 @@ def test_plans_that_fit_win_over_faster_ones(over):
     assert [plan.saves for plan in kept] == [plan.saves for plan in fitting]
 
 
+@pytest.mark.parametrize(("seconds", "is_kept"), [(98.0, False), (96.0, True)])
+def test_whole_replay_is_kept_where_it_is_faster_than_times_scatter(seconds, is_kept):
+    known = [replace(each, limit=3000) for each in measured(1e4)]
+    script = keep_best(plans_of(known, LIMITS), known, LIMITS, ask)
+    plans, whole = next(script), script.send(tried(100.0, 0, 0))
+    with pytest.raises(StopIteration) as end:
+        script.send(tried(seconds, 0, 0))
+    kept = end.value.value
+    assert [plan.work for plan in kept] == [plan.work for plan in (whole if is_kept else plans)]
+    assert kept[0].because.startswith("Every group is recomputed" if is_kept else "Recomputing every group")
+
+
 def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
     limits, known = Limits(memory_budget=LIMIT), [replace(each, again=None) for each in measured()]
     plans = plans_of(known, limits)

@@ -37,7 +37,6 @@ __all__ = ["FirstSteps", "Script"]
 
 TRACES = 2  # steps in which groups are traced
 
-
 Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
 """Yields what the next step is for, with the plans to follow from it on if there are others, and returns the last."""
 

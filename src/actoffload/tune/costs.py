@@ -26,7 +26,6 @@ __all__ = [
     "stage_cost",
 ]
 
-
 HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05

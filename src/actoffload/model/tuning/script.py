@@ -256,7 +256,7 @@ class Script:
             return ()
         pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
         least = sum(min(cost.forward + cost.backward for cost in pair) for pair in pairs)
-        if (1 + LONGER) * best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
+        if best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
             self._least = least
             return ()
         plan = self._as_timed(best)
