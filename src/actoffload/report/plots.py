@@ -44,20 +44,17 @@ LABEL_SIZE = 8.0  # points
 DIGIT = 3.8  # points: before the figure has its layout, axes seem a little narrower than they will be
 
 
-def _pyplot() -> Any:
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        need = "Plots need matplotlib, which is not installed"
-        raise ImportError(f"{need}; install it with pip install 'actoffload[plots]'.") from error
-    return pyplot
-
-
 def _axes(ax: Axes | None, width: float, height: float) -> Axes:
     """Return axes to draw into, new ones by default."""
-    found: Axes = _pyplot().subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
-    found.spines[["top", "right"]].set_visible(False)
-    return found
+    if ax is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            need = "Plots need matplotlib, which is not installed"
+            raise ImportError(f"{need}; install it with pip install 'actoffload[plots]'.") from error
+        ax = pyplot.subplots(figsize=(width, height), layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 
 def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
@@ -75,14 +72,16 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     from matplotlib import rcParams
     from matplotlib.patches import Patch
 
-    scale = _set_time_axis(ax, timeline.end)
+    units = (1.0, "s"), (1e3, "ms")
+    scale, unit = next((unit for unit in units if timeline.end * unit[0] >= 1.0), (1e6, "µs"))  # the largest that fits
+    ax.set_xlim(0, timeline.end * scale or 1.0)
+    ax.set_xlabel(f"time ({unit})")
     lanes = LANES if timeline.of(Kind.D2H, Kind.H2D) or not timeline.spans else LANES[:1]  # none that stays empty
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.tick_params(axis="y", length=0)
-    styles: dict[Kind, dict[str, Any]] = {kind: {"facecolor": colour} for kind, colour in COLOURS.items()}
     stall = {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
-    styles[Kind.STALL] = stall
+    styles = {**{kind: {"facecolor": colour} for kind, colour in COLOURS.items()}, Kind.STALL: stall}
     text: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "fontsize": LABEL_SIZE}
     figure, cut = ax.get_figure(root=True), without_stalls(timeline)
     assert figure is not None
@@ -110,8 +109,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
                 # No line between copies behind a number.
                 behind = {"facecolor": colour, "linewidth": 0, "pad": 1.0} if several else None
                 ax.text((start + end) / 2 * scale, lane, str(layer), clip_on=True, bbox=behind, **text)
-    present = {span.kind for span in timeline.spans}
-    patches = [Patch(label=kind.value, **styles[kind]) for kind in Kind if kind in present]
+    patches = [Patch(label=kind.value, **styles[kind]) for kind in Kind if timeline.of(kind)]
     add_legend(ax, patches, columns=len(Kind))
     if timeline.source == "reference device":  # its clock says nothing about a GPU
         ax.set_xticks([])
@@ -151,14 +149,11 @@ def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: 
     unit, unit_name = byte_unit(largest)
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
     ax.barh(list(peaks), [nbytes / unit for nbytes in peaks.values()], color=colours, height=0.62)
-    texts = [size(nbytes) for nbytes in peaks.values()]
-    if times:
-        ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
-        texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
     behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
-    for row, text in enumerate(texts):  # in one column, so that a line at a smaller limit is clear of all
-        place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        ax.annotate(text, (largest / unit, row), bbox=behind, **place)
+    for row, (name, nbytes) in enumerate(peaks.items()):
+        text = size(nbytes) + (f", {times[name] / times[first]:.3f} x" if times else "")
+        place = largest / unit, row  # in one column, so that a line at a smaller limit is clear of all
+        ax.annotate(text, place, (4, 0), textcoords="offset points", va="center", bbox=behind)
     ax.set_xlim(right=(1.65 if times else 1.35) * largest / unit)
     ax.invert_yaxis()
     beside = f"\nbeside each bar: step time, x {first}" if times else ""
@@ -189,14 +184,6 @@ def add_legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
     ax.legend(handles=handles, loc="lower left", frameon=False, **space)
 
 
-def _set_time_axis(ax: Axes, end: float) -> float:
-    """Set the time axis up to `end` seconds in the largest unit that is not larger; return how many make a second."""
-    scale, unit = next((unit for unit in ((1.0, "s"), (1e3, "ms")) if end * unit[0] >= 1.0), (1e6, "µs"))
-    ax.set_xlim(0, end * scale or 1.0)
-    ax.set_xlabel(f"time ({unit})")
-    return scale
-
-
 # A recorded step
 
 
@@ -223,14 +210,11 @@ class StepTimeline:
         spans = [span for span in without_stalls(self.timeline) if span.kind in LANES[0][1]]
         keys = ("forward", "backward", "forward_stall", "backward_stall")
         sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))]
-        compute = [span.kind for span in spans if span.kind is not Kind.STALL]
-        direction = compute[-1] if compute else Kind.BACKWARD
+        direction = next((span.kind for span in reversed(spans) if span.kind is not Kind.STALL), Kind.BACKWARD)
         for span in reversed(spans):  # a stall belongs to the compute behind it, which may be the rest of a span
-            if span.kind is Kind.STALL:
-                sums[span.layer][f"{direction.value}_stall"] += span.seconds
-            else:
-                direction = span.kind
-                sums[span.layer][span.kind.value] += span.seconds
+            stalled = span.kind is Kind.STALL
+            direction = direction if stalled else span.kind
+            sums[span.layer][f"{direction.value}_stall" if stalled else direction.value] += span.seconds
         return tuple(sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
