@@ -154,27 +154,22 @@ class Table:
 class Printable:
     """Print the title, tables and sentences of `_content` as text, in a notebook as Markdown."""
 
-    @property
-    def _title(self) -> str:
-        return ""
-
-    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+    def _content(self) -> tuple[str, Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        tables, sentences = self._content()
-        blocks = [self._title, *map(str, tables), "\n".join(f"- {sentence}" for sentence in sentences)]
+    def _write(self, table: Callable[[Table], str], words: Callable[[str], str]) -> str:
+        title, tables, sentences = self._content()
+        blocks = [words(title), *map(table, tables), "\n".join(f"- {words(each)}" for each in sentences)]
         return "\n\n".join(filter(None, blocks))
+
+    def __str__(self) -> str:
+        return self._write(str, str)
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
-        tables, sentences = self._content()
-        blocks = [_escape(self._title), *(table.to_markdown() for table in tables)]
-        blocks.append("\n".join(f"- {_escape(sentence)}" for sentence in sentences))
-        return "\n\n".join(filter(None, blocks))
+        return self._write(Table.to_markdown, _escape)
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    _repr_markdown_ = to_markdown
 
 
 def _escape(words: str) -> str:

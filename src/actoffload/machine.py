@@ -56,7 +56,7 @@ class Machine(Printable):
         """FLOP in forward for each saved byte from which on copies to the host take no longer than the forward."""
         return None if self.link is None or self.flops is None else self.flops / self.link.d2h
 
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+    def _content(self) -> tuple[str, list[Table], list[str]]:
         rows = [("device", str(self.device))]
         if self.device_bytes is not None:
             rows.append(("device memory", size(self.device_bytes)))
@@ -70,7 +70,7 @@ class Machine(Printable):
         if self.pin_seconds is not None:
             rows.append(("1 GiB of pinned memory", f"{self.pin_seconds:.2f} s to allocate"))
         rows.append(("host memory", f"{size(self.host.total)}, {size(self.host.available)} available"))
-        return [Table(("", ""), tuple(rows), left=2)], (self._verdict(),)
+        return "", [Table(("", ""), tuple(rows), left=2)], [self._verdict()]
 
     def _verdict(self) -> str:
         if self.flops_per_byte is None:

@@ -333,7 +333,7 @@ class Measurements(Printable):
     def __getitem__(self, name: str) -> Measurement:
         return self.steps[name]
 
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+    def _content(self) -> tuple[str, list[Table], list[str]]:
         first, timed = next(iter(self.steps)), not self.device.reference
         header = "", "peak memory", "drop", *(("step time", f"x {first}") if timed else ())
         rows = []
@@ -344,7 +344,7 @@ class Measurements(Printable):
         note = f"measured on {self.device}"
         if self.bytes_offloaded is not None:
             note = f"R = drop / {size(self.bytes_offloaded)} offloaded = {percent(self.ratio, 2)}\n{note}"
-        return [Table(header, tuple(rows), left=1, note=note)], ()
+        return "", [Table(header, tuple(rows), left=1, note=note)], []
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the peaks as bars, each with its time as a ratio to the first one, except on the reference device."""

@@ -242,11 +242,11 @@ class Frontier(Printable):
     plans: tuple[Plan, ...]
     present: Plan
 
-    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+    def _content(self) -> tuple[str, list[Table], list[str]]:
         rows = [self._row(plan, "") for plan in self.plans]
         rows.append(self._row(self.present, "present plan"))
         header = "", "peak", "forward and backward", "x no offload", "offloaded", "recomputed"
-        return [Table(header, tuple(rows), left=1)], []
+        return "", [Table(header, tuple(rows), left=1)], []
 
     @staticmethod
     def _row(plan: Plan, name: str) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class RankReports(Printable):
         """Offloaded bytes of each rank of a model, by column of groups."""
         return tuple(_by_kind(report) for report in self.reports if isinstance(report, Report))
 
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+    def _content(self) -> tuple[str, list[Table], list[str]]:
         found = [_cells(report) if isinstance(report, Report) else _pipeline_cells(report) for report in self.reports]
         titles = list(dict.fromkeys(title for cells in found for title in cells))
         rows = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
@@ -102,7 +102,7 @@ class RankReports(Printable):
         note = ""
         if any(isinstance(report, PipelineReport) for report in self.reports):
             note = "Bytes of a step; peaks are of saved tensors. A group of one microbatch counts once in 'offload'."
-        return [Table(("rank", *titles), tuple(table), left=2, sums=several, note=note)], ()
+        return "", [Table(("rank", *titles), tuple(table), left=2, sums=several, note=note)], []
 
 
 def _text(cell: int | str) -> str:
@@ -183,12 +183,12 @@ class PipelineReport(Printable):
     host_bytes: int
     because: str = ""
 
-    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+    def _content(self) -> tuple[str, Sequence[Table], list[str]]:
         late = f"{self.on_demand} storages were reloaded when backward needed them: compute waited."
         kept = f"The schedule keeps {size(self.boundary_bytes)} of outputs on the device for each microbatch in flight."
         sentences = self.because, late if self.on_demand else "", kept if self.boundary_bytes else ""
-        tables, _ = RankReports((self,), (self.rank,))._content()
-        return tables, list(filter(None, sentences))
+        title, tables, _ = RankReports((self,), (self.rank,))._content()
+        return title, tables, list(filter(None, sentences))
 
 
 def _pipeline_cells(report: PipelineReport) -> Cells:

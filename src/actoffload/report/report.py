@@ -310,12 +310,10 @@ class Report(Printable):
             return f"{saved} Compute stalled for {percent(self.stalled)} of the step."
         return f"{saved} For what it costs in time, record a step with {self.record}." if self.times else saved
 
-    _title = gain
-
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+    def _content(self) -> tuple[str, list[Table], tuple[str, ...]]:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
         tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
-        return [table for table in tables if table.rows], self.advice
+        return self.gain, [table for table in tables if table.rows], self.advice
 
 
 # Tables
