@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -41,10 +41,9 @@ class Accelerator(Backend):
         found = torch.accelerator.current_accelerator()
         if found is None:
             raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
-        self.type = found.type
+        self.type = self.name = found.type
         self.resolution = 1e-5
         self.batch = 1 << 26  # 1.2 ms at 55 GB/s
-        self.name = found.type
         module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
         self._memory: Any = module if hasattr(module, "mem_get_info") else None
         self._nvidia = found.type == "cuda" and torch.version.hip is None
@@ -70,9 +69,8 @@ class Accelerator(Backend):
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        manager: AbstractContextManager[Any] = stream
-        return manager
+    def on(self, stream: Stream) -> Any:
+        return stream
 
     # Called several times for each saved tensor, so without a Python frame around them.
     place: Any = staticmethod(attrgetter("device"))
@@ -85,12 +83,10 @@ class Accelerator(Backend):
         return stream.record_event(torch.Event(self.type, enable_timing=True))
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds * 1e-3
+        return float(start.elapsed_time(end)) * 1e-3
 
     def passed(self, event: StreamEvent) -> bool:
-        done: bool = event.query()
-        return done
+        return bool(event.query())
 
     def allocated(self) -> tuple[int, int] | None:
         found = self._statistics().get("allocated_bytes", {}).get("all")
@@ -102,18 +98,14 @@ class Accelerator(Backend):
 
     def in_use(self) -> int | None:
         found = self._statistics().get("allocated_bytes", {}).get("all")
-        return None if found is None else found["current"]
+        return None if found is None else int(found["current"])
 
-    def _statistics(self) -> dict[str, Any]:
+    def _statistics(self) -> Any:
         """Return what the allocator counts, without sorting its 150 numbers as `memory_stats` does."""
-        found: dict[str, Any] = {} if self._memory is None else self._memory.memory_stats_as_nested_dict()
-        return found
+        return {} if self._memory is None else self._memory.memory_stats_as_nested_dict()
 
     def total_memory(self) -> int | None:
-        if self._memory is None:
-            return None
-        total: int = self._memory.mem_get_info()[1]
-        return total
+        return None if self._memory is None else int(self._memory.mem_get_info()[1])
 
     def memory_limit(self) -> int | None:
         if self._memory is None:
@@ -128,8 +120,7 @@ class Accelerator(Backend):
             self._memory.empty_cache()
 
     def out_of_memory_errors(self) -> int:
-        failed: int = self._statistics().get("num_ooms", 0)
-        return failed
+        return int(self._statistics().get("num_ooms", 0))
 
     def occupy(self, seconds: float) -> None:
         if self.type == "cuda" and not self.capturing():
@@ -164,18 +155,17 @@ class Accelerator(Backend):
             empty_host_cache()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
-        with stream:
-            self._copy(pairs, to_host=True)
+        self._copy(pairs, stream, to_host=True)
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
-        with stream:
-            self._copy(pairs, to_host=False)
+        self._copy(pairs, stream, to_host=False)
 
-    def _copy(self, pairs: Pairs, *, to_host: bool) -> None:
+    def _copy(self, pairs: Pairs, stream: Stream, *, to_host: bool) -> None:
         separator = None
-        if self._nvidia:
-            device = pairs[0][1].device
-            separator = self._separators.get(device.index)
-            if separator is None and not self.capturing():
-                separator = self._separators[device.index] = Separator(device)
-        copy_in_chunks(pairs, to_host=to_host, chunk=chunk_bytes(to_host=to_host), separator=separator)
+        with stream:
+            if self._nvidia:
+                device = pairs[0][1].device
+                separator = self._separators.get(device.index)
+                if separator is None and not self.capturing():
+                    separator = self._separators[device.index] = Separator(device)
+            copy_in_chunks(pairs, to_host=to_host, chunk=chunk_bytes(to_host=to_host), separator=separator)

@@ -86,7 +86,6 @@ class ReferenceDevice(Backend):
         self.resolution = 1e-5 if wall_clock else 0.0
         self.times = self.times or memory is not None  # plans are made for a limit
         self.main = ReferenceStream("compute")
-        self._limit = memory
         self._created = CreatedStorages(memory)
         self._local = threading.local()
 
@@ -123,8 +122,7 @@ class ReferenceDevice(Backend):
         self.wait(stream, self.record(other))
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
-        seconds: float = end.time - start.time
-        return seconds
+        return float(end.time - start.time)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         with self._created.paused():
@@ -136,24 +134,24 @@ class ReferenceDevice(Backend):
 
     def made(self, tensor: torch.Tensor) -> None:
         for created in CreatedStorages.entered:
-            created.count(tensor)
+            created._follow(tensor.untyped_storage(), set())
+            created._check()
 
     def allocated(self) -> tuple[int, int] | None:
-        if self._limit is None:
-            return None
         created = self._created
+        if created.limit is None:
+            return None
         found = created.now, created.peak
         created.peak = created.now
         return found
 
     def in_use(self) -> int | None:
-        return None if self._limit is None else self._created.now
+        return None if self._created.limit is None else self._created.now
 
     def memory_limit(self) -> int | None:
-        return self._limit
+        return self._created.limit
 
-    def total_memory(self) -> int | None:
-        return self._limit
+    total_memory = memory_limit
 
     def out_of_memory_errors(self) -> int:
         return self._created.errors
@@ -187,7 +185,7 @@ class CreatedStorages:
     def __init__(self, limit: int | None = None) -> None:
         self.now = self.peak = 0  # bytes that exist now, and their largest number
         self.errors = 0  # operations that needed more than the limit
-        self._limit = limit
+        self.limit = limit
         self._paused = False
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._mode: Any = None
@@ -222,11 +220,6 @@ class CreatedStorages:
         self.entered.remove(self)
         self._mode.__exit__(None, None, None)
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count what an operation has made that the mode does not see."""
-        self._follow(tensor.untyped_storage(), set())
-        self._check()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count what is created in a ``with`` block."""
@@ -237,11 +230,11 @@ class CreatedStorages:
             self._paused = before
 
     def _check(self) -> None:
-        if self._limit is not None and self.now > self._limit:
+        if self.limit is not None and self.now > self.limit:
             self.errors += 1
-            self.peak = self._limit
+            self.peak = self.limit
             raise torch.OutOfMemoryError(
-                f"The reference device is out of memory: {size(self.now)} are needed, and it has {size(self._limit)}."
+                f"The reference device is out of memory: {size(self.now)} are needed, and it has {size(self.limit)}."
             )
 
     def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:
