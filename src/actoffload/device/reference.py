@@ -125,8 +125,11 @@ class ReferenceDevice(Backend):
         return float(end.time - start.time)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        with self._created.paused():
+        self._created.paused = True
+        try:
             return torch.empty(nbytes, dtype=torch.uint8)
+        finally:
+            self._created.paused = False
 
     def counting(self) -> CreatedStorages:
         """Return a context in which what operations create counts as device memory."""
@@ -186,7 +189,7 @@ class CreatedStorages:
         self.now = self.peak = 0  # bytes that exist now, and their largest number
         self.errors = 0  # operations that needed more than the limit
         self.limit = limit
-        self._paused = False
+        self.paused = False  # what is created does not count
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._mode: Any = None
 
@@ -201,7 +204,7 @@ class CreatedStorages:
         class Watch(DispatchMode):  # type: ignore[misc]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
-                if created._paused:
+                if created.paused:
                     return result
                 inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
                 before = set(map(storage_address, inputs))
@@ -219,15 +222,6 @@ class CreatedStorages:
     def __exit__(self, *_: object) -> None:
         self.entered.remove(self)
         self._mode.__exit__(None, None, None)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is created in a ``with`` block."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _check(self) -> None:
         if self.limit is not None and self.now > self.limit:
