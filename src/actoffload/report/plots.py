@@ -34,11 +34,8 @@ INK = "#101418"
 # The same hues for lines, dark enough for a white page; distinct without colour by their dashes.
 LINES = (("#2b8cc4", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#b8659a", ":"))
 
-LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    ("compute", (Kind.FORWARD, Kind.BACKWARD, Kind.STALL)),
-    ("D2H", (Kind.D2H,)),
-    ("H2D", (Kind.H2D,)),
-)
+COMPUTE = Kind.FORWARD, Kind.BACKWARD, Kind.STALL
+LANES = ("compute", COMPUTE), ("D2H", (Kind.D2H,)), ("H2D", (Kind.H2D,))
 HEIGHT = 0.72  # of a box, where lanes are 1 apart
 LABEL_SIZE = 8.0  # points
 DIGIT = 3.8  # points: before the figure has its layout, axes seem a little narrower than they will be
@@ -207,7 +204,7 @@ class StepTimeline:
 
         Compute stalls for copies to the host in forward, ``forward_stall``, and for copies to the device in backward.
         """
-        spans = [span for span in without_stalls(self.timeline) if span.kind in LANES[0][1]]
+        spans = [span for span in without_stalls(self.timeline) if span.kind in COMPUTE]
         keys = ("forward", "backward", "forward_stall", "backward_stall")
         sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))]
         direction = next((span.kind for span in reversed(spans) if span.kind is not Kind.STALL), Kind.BACKWARD)
@@ -243,22 +240,15 @@ class Frontier(Printable):
     present: Plan
 
     def _content(self) -> tuple[str, list[Table], list[str]]:
-        rows = [self._row(plan, "") for plan in self.plans]
-        rows.append(self._row(self.present, "present plan"))
+        rows = []
+        for name, plan in (*(("", plan) for plan in self.plans), ("present plan", self.present)):
+            seconds, baseline = plan.seconds, plan.baseline_seconds
+            time = "-" if seconds is None else milliseconds(seconds)
+            ratio = "-" if seconds is None or not baseline else f"{seconds / baseline:.3f}"
+            copied, again = size_or_dash(plan.offloaded_bytes), size_or_dash(sum(plan.recomputed_nbytes))
+            rows.append((name, size_or_dash(plan.peak_bytes or 0), time, ratio, copied, again))
         header = "", "peak", "forward and backward", "x no offload", "offloaded", "recomputed"
         return "", [Table(header, tuple(rows), left=1)], []
-
-    @staticmethod
-    def _row(plan: Plan, name: str) -> tuple[str, ...]:
-        seconds, baseline = plan.seconds, plan.baseline_seconds
-        return (
-            name,
-            size_or_dash(plan.peak_bytes or 0),
-            "-" if seconds is None else milliseconds(seconds),
-            "-" if seconds is None or not baseline else f"{seconds / baseline:.3f}",
-            size_or_dash(plan.offloaded_bytes),
-            size_or_dash(sum(plan.recomputed_nbytes)),
-        )
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw time against peak, with the present plan marked; neither axis begins at 0.  Needs matplotlib."""
