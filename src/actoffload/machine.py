@@ -61,8 +61,7 @@ class Machine(Printable):
         if self.device_bytes is not None:
             rows.append(("device memory", size(self.device_bytes)))
         if self.link is not None:
-            rows.append(("device to host", _rate(self.link.d2h)))
-            rows.append(("host to device", _rate(self.link.h2d)))
+            rows += [("device to host", _rate(self.link.d2h)), ("host to device", _rate(self.link.h2d))]
             if self.link.both is not None:
                 rows.append(("both at once, in sum", _rate(self.link.both)))
         if self.flops is not None:

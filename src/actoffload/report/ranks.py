@@ -93,11 +93,11 @@ class RankReports(Printable):
     def _content(self) -> tuple[str, list[Table], list[str]]:
         found = [_cells(report) if isinstance(report, Report) else _pipeline_cells(report) for report in self.reports]
         titles = list(dict.fromkeys(title for cells in found for title in cells))
-        rows = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
+        lines = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
         table = []
-        for same in fold(range(len(rows)), lambda k: rows[k]):
-            table.append((line_name([str(self.ranks[k]) for k in same], "ranks"), *rows[same[0]]))
-        if several := len(rows) > 1:
+        for same in fold(zip(map(str, self.ranks), lines, strict=True), lambda row: row[1]):
+            table.append((line_name([rank for rank, _ in same], "ranks"), *same[0][1]))
+        if several := len(lines) > 1:
             table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
         note = ""
         if any(isinstance(report, PipelineReport) for report in self.reports):

@@ -318,26 +318,23 @@ class Report(Printable):
 
 # Tables
 
-
-TIMES = ("forward", "backward", "stalled")
+TIMES = {"forward": "forward_seconds", "backward": "backward_seconds", "stalled": "stall_seconds"}  # by title
 
 
 def _cells(line: Sequence[GroupReport]) -> dict[str, str]:
     """Return the cells, by title, of a line for groups that are alike; their times, which are never equal, as means."""
     group = line[0]
+    again = size(group.bytes_recomputed) if group.bytes_recomputed else "yes"  # as the plan shows it
     cells = {
         "saved": size_or_dash(group.bytes_saved),
         "offloaded": size_or_dash(group.bytes_offloaded),
-        "recomputed": "yes" if group.recomputed else "-",  # as the plan shows it
+        "recomputed": again if group.recomputed else "-",
         "excluded": size_or_dash(group.bytes_kept),
         "on demand": str(group.reloaded_on_demand or "-"),
         "not freed": size_or_dash(group.bytes_not_freed),
     }
-    if group.recomputed and group.bytes_recomputed:
-        cells["recomputed"] = size(group.bytes_recomputed)
-    times = ((each.forward_seconds, each.backward_seconds, each.stall_seconds) for each in line)
-    for title, values in zip(TIMES, zip(*times, strict=True), strict=True):
-        known = [value for value in values if value is not None]
+    for title, time in TIMES.items():
+        known = [seconds for each in line if (seconds := getattr(each, time)) is not None]
         cells[title] = milliseconds(sum(known) / len(known)) if known else "-"
     return cells
 
