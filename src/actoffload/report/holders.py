@@ -240,9 +240,8 @@ class _Search:
 def _globals(name: str) -> dict[str, object] | None:
     """Return the global variables of a module of the program; None for one of a library."""
     module = sys.modules.get(name)
-    if name.partition(".")[0] in (*PACKAGES, *sys.stdlib_module_names) or not issubclass(
-        type(module), types.ModuleType
-    ):
+    is_module = issubclass(type(module), types.ModuleType)
+    if not is_module or _is_part_of((*PACKAGES, *sys.stdlib_module_names), name):
         return None
     # A lazy module loads if asked for an attribute.
     variables: dict[str, object] = types.ModuleType.__getattribute__(module, "__dict__")

@@ -121,9 +121,7 @@ def _locate(frame: FrameType | None, caller: int) -> Synchronization:
 
 def _program(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the program."""
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            break
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
