@@ -149,7 +149,7 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 def _outside(report: Report) -> Iterator[Advice]:
     """Advise on what no group saves: which modules save most of it."""
     (count, nbytes), everything = (report.outside or {}).get(Reason.OUTSIDE, (0, 0)), report.computed_bytes
-    if not everything or nbytes < LARGE * everything:
+    if nbytes < LARGE * everything:
         if report.coverage is not None and report.coverage < HALF:
             kept = {reason: size for reason, (_, size) in (report.outside or {}).items() if reason not in IN_ORDER}
             most = max(kept, key=kept.__getitem__, default=Reason.OUTSIDE)
@@ -214,7 +214,7 @@ def _all_is_well(report: Report) -> str:
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = []
     if totals.offloaded:
-        part = f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / (everything or 1))})"
+        part = f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything)})"
         facts.append(f"{part} were offloaded from {report.offloaded_share} groups")
     if again:
         facts.append(f"{again} group{'s are' if again > 1 else ' is'} recomputed")

@@ -254,7 +254,7 @@ class Recording:
                 outside[name_pattern(name)] += nbytes
         self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
         self.held, self.holders = latest.held, ()
-        if self.held:
+        if self.held:  # in few steps: the search takes a tenth of a second or more
             with self.recorder.apart():
                 found = find_all_holders([held.address for held in self.held], modules)
             self.holders = [found[held.address] for held in self.held]

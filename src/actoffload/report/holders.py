@@ -122,9 +122,6 @@ def find_all_holders(
     What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  Without any,
     inputs and outputs of modules that are being called.  Objects of this package are no holders.
     """
-    addresses = list(addresses)
-    if not addresses:  # most steps: the walk would take a tenth of a second or more
-        return {}
     search = _Search(addresses, modules or {})
     try:
         return search.run()

@@ -16,13 +16,7 @@ from .._text import Printable, Table, byte_unit, milliseconds, size, size_or_das
 from ..schedule.plan import Plan
 from ..schedule.timeline import Kind, Span, Timeline
 
-__all__ = [
-    "Frontier",
-    "StepTimeline",
-    "plot_measurements",
-    "plot_timeline",
-    "plot_trace",
-]
+__all__ = ["Frontier", "StepTimeline", "plot_measurements", "plot_timeline", "plot_trace"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
