@@ -120,8 +120,7 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
     unit, unit_name = byte_unit(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
-        y = [nbytes / unit for nbytes in trace]
-        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=name)
+        ax.plot([nbytes / unit for nbytes in trace], color=colour, linestyle=dashes, linewidth=2.2, label=name)
     ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, length - 1)
     ax.set_ylim(0, 1.08 * highest / unit or 1.0)
