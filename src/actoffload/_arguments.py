@@ -31,8 +31,6 @@ UNITS: dict[str, int] = {"b": 1} | {
 }
 """Units of bytes in small letters: binary as in "24GiB", and decimal as in "24GB"."""
 SMALLEST = 1024  # bytes of a budget without a unit: a smaller number is one of GiB, such as 24
-
-
 LARGEST = 2**63 - 1  # what PyTorch and the containers of Python count with
 
 

@@ -31,20 +31,13 @@ from torch import distributed as dist
 
 __all__ = ["ALONE", "SEPARATED", "TO_DEVICE", "TO_HOST", "Separator", "chunk_bytes", "copy_in_chunks", "pieces"]
 
-TO_HOST = 1 << 25
-"""Most bytes of a chunk of a copy to the host where several ranks run: 0.6 ms at 55 GB/s."""
+# Most bytes of a chunk, with its time at 55 GB/s
+TO_HOST = 1 << 25  # of a copy to the host where several ranks run: 0.6 ms
+TO_DEVICE = 1 << 24  # of a copy to the device where several ranks run: 0.3 ms
+ALONE = 1 << 27  # where one rank runs, for which no collective waits: 2.4 ms
 
-TO_DEVICE = 1 << 24
-"""Most bytes of a chunk of a copy to the device where several ranks run: 0.3 ms at 55 GB/s."""
-
-ALONE = 1 << 27
-"""Most bytes of a chunk where one rank runs, for which no collective waits: 2.4 ms at 55 GB/s."""
-
-SEPARATED = 1 << 22
-"""The last chunk has a separator if it is at least this large: 76 us at 55 GB/s, of which that is a few percent."""
-
-GRAIN = 512
-"""Each chunk starts at a multiple of this many elements, so that copies stay aligned."""
+SEPARATED = 1 << 22  # the last chunk has a separator from here on: 76 us at 55 GB/s, of which that is a few percent
+GRAIN = 512  # each chunk starts at a multiple of this many elements, so that copies stay aligned
 
 
 class Separator:
