@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import compress
 from typing import Any
 
 from .._text import Printable, Table, fold, fold_names, line_name, milliseconds, numberless, percent, size, size_or_dash
@@ -324,8 +323,12 @@ TIMES = {"forward": "forward_seconds", "backward": "backward_seconds", "stalled"
 def _cells(line: Sequence[GroupReport]) -> dict[str, str]:
     """Return the cells, by title, of a line for groups that are alike; their times, which are never equal, as means."""
     group = line[0]
+    part, whole = group.offloaded_calls, group.calls
     again = size(group.bytes_recomputed) if group.bytes_recomputed else "yes"  # as the plan shows it
     cells = {
+        "kind": group.kind,
+        "offload": f"{part} of {whole}" if 0 < part < whole else "yes" if group.offloaded else "no",
+        "calls": str(whole),
         "saved": size_or_dash(group.bytes_saved),
         "offloaded": size_or_dash(group.bytes_offloaded),
         "recomputed": again if group.recomputed else "-",
@@ -343,28 +346,22 @@ def _look(group: GroupReport) -> tuple[object, ...]:
     """Return what groups of one line have in common."""
     cells = [cell for title, cell in _cells([group]).items() if title not in TIMES]
     stalled = round((group.stall_seconds or 0.0) * 1e4)
-    return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *cells
+    return numberless(group.name), group.offloaded_calls, stalled, *cells
 
 
 def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
-    groups, totals = report.groups, report.totals
-    sums = _cells([totals])
-    shown = [title for title, cell in sums.items() if cell != "-" and (report.times or title not in TIMES)]
+    groups, sums = report.groups, _cells([report.totals]) | {"offload": report.offloaded_share}
+    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
+    wanted = {"kind": kinds, "calls": calls, **dict.fromkeys(TIMES, report.times)}
+    shown = [title for title, cell in sums.items() if cell != "-" and wanted.get(title, True)]
     rows = []
     for line in fold(groups, _look):
-        first, name, cells = line[0], line_name([group.name for group in line], "groups"), _cells(line)
-        part, whole = first.offloaded_calls, first.calls
-        offload = f"{part} of {whole}" if 0 < part < whole else "yes" if first.offloaded else "no"
-        rows.append((name, first.kind, offload, str(whole), *(cells[title] for title in shown)))
+        cells = _cells(line)
+        rows.append((line_name([group.name for group in line], "groups"), *(cells[title] for title in shown)))
     if groups:
-        rows.append(
-            ("total", totals.kind, report.offloaded_share, str(totals.calls), *(sums[title] for title in shown))
-        )
-    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
-    header = ("group", "kind", "offload", "calls", *shown)
-    table = [tuple(compress(row, (True, kinds, True, calls, *[True] * len(shown)))) for row in (header, *rows)]
-    return Table(table[0], tuple(table[1:]), left=2 + kinds, sums=bool(groups), note="\n".join(_notes(report)))
+        rows.append(("total", *(sums[title] for title in shown)))
+    return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note="\n".join(_notes(report)))
 
 
 def _notes(report: Report) -> Iterator[str]:
