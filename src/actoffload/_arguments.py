@@ -8,22 +8,6 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = [
-    "budget_bytes",
-    "check_bool",
-    "check_bytes",
-    "check_fits",
-    "check_fraction",
-    "check_kind",
-    "check_kinds",
-    "check_limit",
-    "check_num_layers",
-    "check_seconds",
-    "check_whole",
-    "checked_limits",
-    "number_of_bytes",
-]
-
 UNITS: dict[str, int] = {"b": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kmgt", 1)

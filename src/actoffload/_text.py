@@ -9,21 +9,6 @@ from typing import TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = [
-    "Printable",
-    "Table",
-    "byte_unit",
-    "fold",
-    "fold_names",
-    "line_name",
-    "milliseconds",
-    "name_pattern",
-    "numberless",
-    "percent",
-    "size",
-    "size_or_dash",
-]
-
 # Numbers
 
 

@@ -16,8 +16,6 @@ from weakref import WeakSet
 
 import torch
 
-__all__ = ["explain", "explainers", "warn"]
-
 _FOLDERS = Path(__file__).parent, Path(torch.__file__).parents[1]
 _SKIPPED = *(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__
 """What the paths of files begin with that are part of no program: what is installed beside PyTorch is a framework."""
