@@ -191,8 +191,7 @@ def _not_freed(report: Report) -> Iterator[Advice]:
                 whole = sum(offloaded[name] for name in names)
                 groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
                 share = f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})"
-                what = share if whole else size(nbytes)
-                yield nbytes, f"{what} were offloaded but not freed, because of {because}."
+                yield nbytes, f"{share} were offloaded but not freed, because of {because}."
 
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
