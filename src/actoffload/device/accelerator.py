@@ -26,14 +26,21 @@ CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
 
 class Accelerator(Backend):
-    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`."""
+    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`.
+
+    Raises
+    ------
+    RuntimeError
+        If the machine has no accelerator.
+    """
 
     peak_before_resets: ClassVar[int] = 0
     """The most bytes that were allocated before `allocated` reset the count; who measures a peak sets it to 0."""
 
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator()
-        assert found is not None, "a machine without an accelerator has a reference device"
+        if found is None:
+            raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
         self.type = self.name = found.type
         self.resolution = 1e-5
         self.batch = 1 << 26  # 1.2 ms at 55 GB/s
