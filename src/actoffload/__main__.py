@@ -116,8 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m actoffload",
         description="Measure what offloading of activations depends on: the link between device and host, matrix "
-        "products, what they take longer beside copies, and the limits of host memory. "
-        "Takes a few seconds and 1 GiB of host memory.",
+        "products, and the limits of host memory. Takes a few seconds and 1 GiB of host memory.",
     )
     parser.add_argument("demo", nargs="?", choices=["demo"], help="train a model that does not fit instead")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, for an issue or a page")
