@@ -171,7 +171,7 @@ class Program:
         trace = self.trace
         self.nodes = with_twins(trace, self.banned)
         stands = self._choose()
-        needed = self._needed()
+        needed, _ = self._makers(self.dropped, ())
         for number in sorted(needed):
             self.steps[number] = self._step(self.nodes[number], stands)
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
@@ -245,20 +245,6 @@ class Program:
     def _fits(self, number: int, entries: Sequence[int], view: View) -> bool:
         places = (self.trace.entries[entry].view for entry in entries)
         return all(place is not None and _read(Place(number, place), view) is not None for place in places)
-
-    def _needed(self) -> set[int]:
-        """Return the operators that make the dropped values from the sources."""
-        needed: set[int] = set()
-        waiting = list(self.dropped)
-        while waiting:
-            value = waiting.pop()
-            if value in self.sources:
-                continue
-            maker = self.trace.values[value].maker
-            if maker not in needed:
-                needed.add(maker)
-                waiting += self.nodes[maker].reads
-        return needed
 
     def _step(self, node: Node, stands: dict[int, View]) -> Step:
         args = [_with_reads(given, stands) for given in node.args]
@@ -346,7 +332,7 @@ class Program:
             maker = self.trace.values[value].maker
             if maker not in found:
                 found.add(maker)
-                waiting += self.steps[maker].reads
+                waiting += self.nodes[maker].reads
         return found, needed
 
     def runs(self) -> Counter[int]:
@@ -367,7 +353,8 @@ class Program:
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
         for value, number in last.items():
-            ready[value] = max([number, *(self.kept_at.get(source, 0) for source in self._sources_of(value))])
+            _, sources = self._makers((value,), ())
+            ready[value] = max([number, *(self.kept_at.get(source, 0) for source in sources)])
         waiting = sorted(ready, key=ready.__getitem__)
         found: list[int] = []
         segments = [entry.segment for entry in trace.entries]
@@ -382,19 +369,6 @@ class Program:
                 gone = set(found)
                 self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in gone)
                 found = []
-
-    def _sources_of(self, value: int) -> set[int]:
-        found, waiting, seen = set[int](), [value], set[int]()
-        while waiting:
-            value = waiting.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            if value in self.sources:
-                found.add(value)
-            else:
-                waiting += self.nodes[self.trace.values[value].maker].reads
-        return found
 
     # Running
 
