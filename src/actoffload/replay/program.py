@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, returns_one, with_twins
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, leaves, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
@@ -180,6 +180,8 @@ class Program:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
                 assert read is not None
                 self.reads[number] = read
+                if entry.value not in self.uses:
+                    self.firsts[number] = entry.value
                 self.uses[entry.value] = self.uses.get(entry.value, 0) + 1
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
@@ -190,15 +192,10 @@ class Program:
         self._divide()
         self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
-        first: dict[int, int] = {}
-        makers = [(step.node, value) for step in self.steps.values() for _, value in step.made]
-        ends = [value for _, value in makers if value in self.dropped and value not in used]
+        made = (value for step in self.steps.values() for _, value in step.made)
+        ends = [value for value in made if value in self.dropped and value not in used]
         ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
-        for number, entry in reversed([*enumerate(trace.entries)]):
-            if entry.value in self.dropped:
-                first[entry.value] = number
-        self.firsts = {number: value for value, number in first.items()}
-        self.samples = {first[value]: value for value in ends}
+        self.samples = {number: value for number, value in self.firsts.items() if value in ends}
 
     # What is dropped
 
@@ -240,7 +237,8 @@ class Program:
             return False
         if any(value not in stands for value in node.reads):
             return False
-        return all(_read(place, stands[place.value]) is not None for place in _places(node))
+        places = leaves((node.args, node.kwargs), Place)
+        return all(_read(place, stands[place.value]) is not None for place in places)
 
     def _fits(self, number: int, entries: Sequence[int], view: View) -> bool:
         places = (self.trace.entries[entry].view for entry in entries)
@@ -250,11 +248,11 @@ class Program:
         args = [_with_reads(given, stands) for given in node.args]
         kwargs = {name: _with_reads(given, stands) for name, given in node.kwargs.items()}
         named = [*enumerate(args), *kwargs.items()]
-        places = tuple((at, given) for at, given in named if isinstance(given, _Read) or _has_read(given))
+        places = tuple((at, given) for at, given in named if any(leaves(given, _Read)))
         # A value may stay that an operator returns beside others.
         made = tuple((place, value) for place, value in node.made if value not in self.sources)
         function = isinstance(node.operator, FunctionCall)
-        single = made[0][1] if not function and len(node.made) == 1 and made and returns_one(node.operator) else -1
+        single = made[0][1] if not function and len(node.made) == 1 and made and node.returns_one else -1
         scratch = () if function else tuple(k for k in rules_of(node.operator).scratch if k < len(args))
         # Without the Python frame of `torch.ops`.
         call = getattr(node.operator, "_op", node.operator)
@@ -414,30 +412,11 @@ PARTS = 8
 """Part of the dropped bytes for which it is worth dropping before the call ends."""
 
 
-def _places(node: Node) -> list[Place]:
-    found: list[Place] = []
-    waiting = [*node.args, *node.kwargs.values()]
-    while waiting:
-        given = waiting.pop()
-        if isinstance(given, Place):
-            found.append(given)
-        elif isinstance(given, list):
-            waiting += given
-    return found
-
-
-def _has_place(given: Any) -> bool:
-    return isinstance(given, list) and any(isinstance(each, Place) or _has_place(each) for each in given)
-
-
 def _with_reads(given: Any, stands: Mapping[int, View]) -> Any:
     if isinstance(given, Place):
         return _read(given, stands[given.value])
-    return [_with_reads(each, stands) for each in given] if _has_place(given) else given
-
-
-def _has_read(given: Any) -> bool:
-    return isinstance(given, list) and any(isinstance(each, _Read) or _has_read(each) for each in given)
+    has_place = isinstance(given, list) and any(leaves(given, Place))
+    return [_with_reads(each, stands) for each in given] if has_place else given
 
 
 def _filled(given: Any, values: dict[int, Tensor]) -> Any:
