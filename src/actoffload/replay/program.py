@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,7 @@ class Program:
     dropped: frozenset[int] = frozenset()  # values
     sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
     kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
-    steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace
+    steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
     uses: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
     expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
@@ -183,15 +184,16 @@ class Program:
                 if entry.value not in self.uses:
                     self.firsts[number] = entry.value
                 self.uses[entry.value] = self.uses.get(entry.value, 0) + 1
+                self.parts.setdefault(entry.segment, set()).add(entry.value)
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
         self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
         self.inputs = tuple((value, source) for value, source in self.sources.items() if type(source) is int)
         self.expected = list(map(self._expect, trace.entries))
-        self._divide()
-        self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
+        self._find_held()
+        self._plan_drops()
         made = (value for step in self.steps.values() for _, value in step.made)
         ends = [value for value in made if value in self.dropped and value not in used]
         ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
@@ -279,23 +281,19 @@ class Program:
 
     # Parts
 
-    def _divide(self) -> None:
-        """Divide what is dropped into parts, and find what is held; see [Note: parts]."""
+    def _find_held(self) -> None:
+        """Find the values that are expensive to make; see [Note: parts]."""
         held, costs = set[int](), dict[int, int]()
-        for number in sorted(self.steps):
-            step = self.steps[number]
+        for step in self.steps.values():
             cost = 1 + sum(costs[value] for value in step.reads if value not in self.sources and value not in held)
             operator = step.node.operator
-            known = operator not in COSTLY and not isinstance(operator, FunctionCall)
-            expensive = cost > CHEAP or not known or getattr(operator, "namespace", "aten") != "aten"
+            costly = operator in COSTLY or isinstance(operator, FunctionCall)
+            expensive = cost > CHEAP or costly or getattr(operator, "namespace", "aten") != "aten"
             for _, value in step.made:
                 costs[value] = cost
                 if expensive:
                     held.add(value)
         self.held = frozenset(held)
-        for entry in self.trace.entries:
-            if entry.value in self.dropped:
-                self.parts.setdefault(entry.segment, set()).add(entry.value)
 
     def fill(self, part: int, present: frozenset[int], others: frozenset[int]) -> Fill:
         """Return how a part is made, if some values are there, and other parts are still to be made."""
@@ -347,26 +345,20 @@ class Program:
     def _plan_drops(self) -> None:
         """Decide behind which entries values are dropped: where a module inside has ended that saved much."""
         trace = self.trace
-        total = sum(trace.values[value].nbytes for value in self.dropped)
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
         for value, number in last.items():
             _, sources = self._makers((value,), ())
             ready[value] = max([number, *(self.kept_at.get(source, 0) for source in sources)])
-        waiting = sorted(ready, key=ready.__getitem__)
-        found: list[int] = []
-        segments = [entry.segment for entry in trace.entries]
-        for number in range(len(segments)):
-            ends = number + 1 == len(segments) or segments[number + 1] != segments[number]
-            if not ends:
+        gone: set[int] = set()
+        for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
+            if segment == following:
                 continue
-            while waiting and ready[waiting[0]] <= number:
-                found.append(waiting.pop(0))
+            found = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in found)
-            if found and number + 1 < len(segments) and nbytes >= total / PARTS:
-                gone = set(found)
-                self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in gone)
-                found = []
+            if found and nbytes >= self.dropped_bytes / PARTS:
+                self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in found)
+                gone |= found
 
     # Running
 

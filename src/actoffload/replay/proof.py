@@ -13,6 +13,7 @@ bits of every value.  The device compares the samples when the values are made a
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -181,8 +182,15 @@ def prove(
                 saved[number].tensor = None
         return tensor
 
+    def run(number: int, values: dict[int, Tensor]) -> bool:
+        step = program.steps[number]
+        if not pure and isinstance(step.call, FunctionCall):
+            return _run_on_copies(program, step, values)
+        program.run(step, values, beginning)
+        return True
+
     with below_everything:
-        _run_all(program, source, compare, beginning, pure=pure)
+        _run_all(program, source, compare, run)
     return banned
 
 
@@ -191,9 +199,16 @@ def measure(
 ) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
+
+    def run(number: int, values: dict[int, Tensor]) -> bool:
+        begun = backend.record_timed(current_stream(backend))
+        program.run(program.steps[number], values, beginning)
+        times[number] = begun, backend.record_timed(current_stream(backend))
+        return True
+
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything:
-        _run_all(program, source, lambda value, tensor: tensor, beginning, pure=True, times=times, backend=backend)
+        _run_all(program, source, lambda value, tensor: tensor, run)
     return times
 
 
@@ -209,32 +224,15 @@ def _run_all(
     program: Program,
     source: Callable[[int], Tensor],
     compare: Callable[[int, Tensor | None], Tensor | None],
-    beginning: RngPosition | None,
-    *,
-    pure: bool,
-    times: Times | None = None,
-    backend: Backend | None = None,
+    run: Callable[[int, dict[int, Tensor]], bool],
 ) -> None:
-    """Run a whole program; free each value after its last use."""
-    uses: dict[int, int] = {}
-    for step in program.steps.values():
-        for value in step.reads:
-            uses[value] = uses.get(value, 0) + 1
+    """Run a whole program; free each value after its last use.  `run` returns whether it has made values."""
+    uses = Counter(value for step in program.steps.values() for value in step.reads)
     values: dict[int, Tensor] = {}
     missing: set[int] = set()
-    for number in sorted(program.steps):
-        step = program.steps[number]
+    for number, step in program.steps.items():
         values.update({value: source(value) for value in step.sources if value not in values})
-        if missing.intersection(step.reads):
-            ran = False
-        elif pure or not isinstance(step.call, FunctionCall):
-            begun = None if backend is None else backend.record_timed(current_stream(backend))
-            program.run(step, values, beginning)
-            if times is not None and backend is not None:
-                times[number] = begun, backend.record_timed(current_stream(backend))
-            ran = True
-        else:
-            ran = _run_on_copies(program, step, values)
+        ran = missing.isdisjoint(step.reads) and run(number, values)
         for value in step.reads:
             uses[value] -= 1
             if not uses[value]:
@@ -243,7 +241,7 @@ def _run_all(
             found = compare(value, values.pop(value, None) if ran else None)
             if found is None:
                 missing.add(value)
-            elif uses.get(value):
+            elif uses[value]:
                 values[value] = found
 
 
