@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from types import FunctionType
 from typing import Any
 
@@ -92,7 +93,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
         self._weights: dict[int, tuple[Weight, View]] | None = None
-        self._counts: dict[Any, int] = {}
+        self._counts: defaultdict[Any, count[int]] = defaultdict(count)
         self._function: _Running | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
@@ -202,14 +203,9 @@ class Tracer(_Base):  # type: ignore[misc]
             return self._add(memory, Value(memory.nbytes()))
         # Autocast made it in an earlier call, and has it in its cache.
         read = self._value_of(cast)
-        number = self._counts.get(_COPY, 0)
-        self._counts[_COPY] = number + 1
-        places = (Place(read, View.of(cast)),)
-        value = self._add(memory, Value(memory.nbytes(), len(self.nodes), view=View.of(tensor)))
-        made, name = [(0, value)], f"{_COPY}#{number}"
-        self.nodes.append(
-            Node(_COPY, name, places, {"dtype": tensor.dtype}, made, (read,), self._module(), self.segment)
-        )
+        value = self._add(memory, Value(memory.nbytes(), view=View.of(tensor)))
+        name, places = f"{_COPY}#{next(self._counts[_COPY])}", (Place(read, View.of(cast)),)
+        self._add_node(_COPY, name, places, {"dtype": tensor.dtype}, [(0, value)], (read,))
         return value
 
     def _weight_at(self, key: int) -> tuple[Weight, View] | None:
@@ -252,9 +248,7 @@ class Tracer(_Base):  # type: ignore[misc]
             if rules.mutable:
                 self._write(operator, args, kwargs)
             return outputs
-        number = self._counts.get(operator, 0)
-        self._counts[operator] = number + 1
-        name = f"{operator}#{number}"
+        name = f"{operator}#{next(self._counts[operator])}"
         before = generator_states() if rules.foreign and rules.replayable else None
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
@@ -279,7 +273,9 @@ class Tracer(_Base):  # type: ignore[misc]
             and self._stream() == self._at
             and before == (generator_states() if before is not None else None)
         )
-        self._make(counterpart or operator, name, with_places, named, outputs, tuple(reads), replayable, drawn)
+        made, plain = self._add_outputs(outputs)
+        if made and plain and replayable:
+            self._add_node(counterpart or operator, name, with_places, named, made, reads, drawn)
         return outputs
 
     def _find_counterpart(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -320,33 +316,27 @@ class Tracer(_Base):  # type: ignore[misc]
                     # values that are written in place
                     self._add(memory, Value(memory.nbytes()))
 
-    def _make(
-        self,
-        operator: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        reads: tuple[int, ...],
-        replayable: bool,
-        drawn: int | None,
-    ) -> None:
+    def _add_outputs(self, outputs: Any) -> tuple[list[tuple[int, int]], bool]:
+        """Begin the values that an operator has returned; also return whether all that it returned is plain."""
         made: list[tuple[int, int]] = []
+        plain = True
         for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
             if type(output) not in _PLAIN or not _has_memory(output):
-                replayable &= not isinstance(output, Tensor) or not output.numel()
+                plain &= not isinstance(output, Tensor) or not output.numel()
                 continue
             memory = output.untyped_storage()
             if address(memory) not in self._ids:
                 made.append((place, self._add(memory, Value(memory.nbytes(), view=View.of(output)))))
-        if made and replayable:
-            for _, value in made:
-                self.values[value].maker = len(self.nodes)
-            self.nodes.append(Node(operator, name, args, kwargs, made, reads, self._module(), self.segment, drawn))
+        return made, plain
 
-    def _module(self) -> str:
-        """Return the name of the innermost module inside that runs."""
-        return self._names.get(id(self._calls[-1]), "") if self._calls else ""
+    def _add_node(
+        self, operator: Any, name: str, args: Any, kwargs: Any, made: Any, reads: Any, drawn: int | None = None
+    ) -> None:
+        """Note an operator that can run again, in the innermost module that runs, as the maker of values."""
+        for _, value in made:
+            self.values[value].maker = len(self.nodes)
+        module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
+        self.nodes.append(Node(operator, name, args, kwargs, made, tuple(reads), module, self.segment, drawn))
 
     # Functions
 
@@ -361,8 +351,7 @@ class Tracer(_Base):  # type: ignore[misc]
             finally:
                 self._generated = False
         call = FunctionCall(function, tuple(isinstance(each, Tensor) and each.requires_grad for each in args))
-        number = self._counts.get(function, 0)
-        self._counts[function] = number + 1
+        name = f"{call}#{next(self._counts[function])}"
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
         before = generator_states()
@@ -395,11 +384,7 @@ class Tracer(_Base):  # type: ignore[misc]
         once = {value: place for place, value in reversed(made) if self.values[value].source is None}
         made = [(place, value) for value, place in once.items()]
         if replayable and made:
-            for _, value in made:
-                self.values[value].maker = len(self.nodes)
-            self.nodes.append(
-                Node(call, f"{call}#{number}", places, {}, made, tuple(reads), self._module(), self.segment)
-            )
+            self._add_node(call, name, places, {}, made, reads)
         return outputs
 
     def _lasts(self, given: Any) -> bool:
