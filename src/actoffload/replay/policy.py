@@ -166,7 +166,6 @@ def saving(names: tuple[str, ...], *, holds: bool = False) -> Policy:
 # What no policy allows
 
 _FACTORIES = ("empty", "new_", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "linspace", "eye", "lift")
-_UNINITIALIZED = ("empty", "new_empty", "resize")
 _NONDETERMINISTIC = (
     "scatter", "index_add", "index_put", "index_copy", "index_reduce", "put", "histc", "bincount", "median", "cumsum",
     "cumprod", "logcumsumexp", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "kthvalue", "unique",

@@ -272,6 +272,7 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
 
 @dataclass(frozen=True, slots=True)
 class _Where:
+    whole: bool  # all bits, in a sum
     count: int
     step: int
     offset: int
@@ -291,21 +292,20 @@ def _where(view: View, *, whole: bool) -> _Where | None:
     if whole:
         # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
         count = elements * itemsize // 8 * 8 // itemsize
-        return None if start % 8 or not count else _Where(count, 1, start // itemsize, torch.int64)
-    return _Where(min(elements, ELEMENTS), max(elements // ELEMENTS, 1), start // itemsize, _INTEGERS[itemsize])
+        return None if start % 8 or not count else _Where(True, count, 1, start // itemsize, torch.int64)
+    number, step = min(elements, ELEMENTS), max(elements // ELEMENTS, 1)
+    return _Where(False, number, step, start // itemsize, _INTEGERS[itemsize])
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
     """Bits of a value as it was before it was dropped."""
 
-    value: int
     where: _Where
-    whole: bool
     bits: Tensor
 
     @staticmethod
-    def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
+    def take(value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
         """Return a sample of a value, given a detached tensor that lies on it; see [Note: samples].
 
         It is called below dispatch modes, which count what is made.
@@ -317,14 +317,14 @@ class Sample:
         if where is None:
             return None
         if whole:
-            return Sample(number, where, whole, _sampled(saved, where, whole=whole))
+            return Sample(where, _sampled(saved, where))
         elements = torch.as_strided_copy(saved, (where.count,), (where.step,), where.offset)
-        return Sample(number, where, whole, elements.view(where.bits))
+        return Sample(where, elements.view(where.bits))
 
 
-def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:
+def _sampled(tensor: Tensor, where: _Where) -> Tensor:
     found = tensor.as_strided((where.count,), (where.step,), where.offset).view(where.bits)
-    return found.sum(dtype=torch.int64).reshape(1) if whole else found
+    return found.sum(dtype=torch.int64).reshape(1) if where.whole else found
 
 
 class _Reading(NamedTuple):
@@ -369,7 +369,7 @@ class Alarm:
         number = next(self._numbers)
         self._made_by[number % ROWS] = name, node
         self._unread, self.samples = True, number + 1
-        found, row = _sampled(tensor, sample.where, whole=sample.whole), flags[1][number % ROWS]
+        found, row = _sampled(tensor, sample.where), flags[1][number % ROWS]
         torch.ne(found, sample.bits, out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:

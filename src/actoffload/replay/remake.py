@@ -198,13 +198,12 @@ class Remake:
 
     def note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
-        versions, modules = self.versions, self.modules
+        versions = self.versions
         if len(versions) == len(self.program.weights):
             return
         for value, weight in self.program.weights:
             if value not in versions:
-                tensor = registered(modules[weight.module])[weight.table].get(weight.name)
-                versions[value] = version_of(tensor if type(tensor) is Parameter else self.weight(weight))
+                versions[value] = version_of(self.weight(weight))
 
     def weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""
