@@ -284,18 +284,13 @@ class RngPosition(NamedTuple):
 
 
 class RandomDraws:
-    """What a call draws while it is traced: operators from the generator of the GPU, and its modules in Python."""
+    """What a call draws that begins now: operators from the generator of the GPU, and its modules in Python."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = modules
         self._in_python = states_of_python(modules)
-        self.beginning: RngPosition | None = None
-        self.drawn = 0  # so far
-        self._all_seen = False
-
-    def begin(self) -> None:
-        """Note that the call begins."""
         self.beginning = RngPosition.read()
+        self.drawn = 0  # so far
         self._all_seen = self.beginning is not None
 
     def start_operator(self) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -116,7 +116,6 @@ class Tracer(_Base):  # type: ignore[misc]
     def begin(self) -> None:
         """Record from here on, in this thread."""
         _patch_functions()
-        self.drawing.begin()
         _thread.tracer = self
         self._handles.append(register_module_forward_pre_hook(self._enter))
         self._handles.append(register_module_forward_hook(self._leave, always_call=True))
@@ -137,15 +136,18 @@ class Tracer(_Base):  # type: ignore[misc]
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
         known = self.drawing.saw_all()
-        lost = () if known else (node for node in self.nodes if node.drawn is not None)
-        for _, number in chain(*(node.made for node in lost)):
-            self.values[number].maker = UNKNOWN
         steady = not self._host_reads and not self.drawing.drew_in_python()
-        self._forget_freed()
+        freed = self._find_freed()
+        for node in self.nodes:
+            if not freed.isdisjoint(node.reads) or not (known or node.drawn is None):
+                for _, number in node.made:
+                    self.values[number].maker = UNKNOWN
+        for number in freed:
+            self.values[number].maker, self.values[number].source = UNKNOWN, None
         return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
 
-    def _forget_freed(self) -> None:
-        """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
+    def _find_freed(self) -> set[int]:
+        """Return the values whose memory the program has freed in the call."""
         freed = set[int]()
         for weak in self._weak:
             memory = storage_behind(weak)
@@ -154,12 +156,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 value = self.values[number]
                 if memory.nbytes() < value.nbytes and not isinstance(value.source, Weight):  # FSDP2 frees weights
                     freed.add(number)
-        for node in self.nodes:
-            if not freed.isdisjoint(node.reads):
-                for _, number in node.made:
-                    self.values[number].maker = UNKNOWN
-        for number in freed:
-            self.values[number].maker, self.values[number].source = UNKNOWN, None
+        return freed
 
     def __del__(self) -> None:
         for weak in self._weak:
@@ -222,11 +219,6 @@ class Tracer(_Base):  # type: ignore[misc]
                                 self._weights.setdefault(address(plain.untyped_storage()), weight)
             found = self._weights.get(key)
         return found
-
-    def _place(self, tensor: Tensor) -> Place | None:
-        if not _is_plain(tensor) or not _has_memory(tensor):
-            return None
-        return Place(self._value_of(tensor), View.of(tensor))
 
     # Operators
 
@@ -293,9 +285,9 @@ class Tracer(_Base):  # type: ignore[misc]
     def _with_places(self, given: Any, reads: list[int]) -> Any:
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
         if isinstance(given, Tensor):
-            place = self._place(given)
-            reads.append(UNKNOWN if place is None else place.value)
-            return place
+            known = _is_plain(given) and _has_memory(given)
+            reads.append(self._value_of(given) if known else UNKNOWN)
+            return Place(reads[-1], View.of(given)) if known else None
         if isinstance(given, (list, tuple)) and any(isinstance(each, (Tensor, list, tuple)) for each in given):
             return [self._with_places(each, reads) for each in given]
         return given
@@ -307,12 +299,11 @@ class Tracer(_Base):  # type: ignore[misc]
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(tensor, Tensor) and _has_memory(tensor):
                     memory = tensor.untyped_storage()
-                    function = self._function
-                    if function is not None and self._ids.get(address(memory), function.first) < function.first:
-                        function.pure = False
                     overwritten = self._ids.get(address(memory))
                     if overwritten is not None:
                         self.values[overwritten].source = None  # inputs and weights that are overwritten
+                        if self._function is not None and overwritten < self._function.first:
+                            self._function.pure = False
                     # values that are written in place
                     self._add(memory, Value(memory.nbytes()))
 
@@ -406,7 +397,8 @@ class Tracer(_Base):  # type: ignore[misc]
         function = self._function
         with no_torch_dispatch():
             elsewhere = self._stream() != self._at  # [guard: reads of another stream] backward would make it there
-            if elsewhere or not _is_plain(tensor) or not _has_memory(tensor) or _is_weight(tensor):
+            is_weight = isinstance(tensor, Parameter) or isinstance(base_of(tensor), Parameter)
+            if elsewhere or is_weight or not _is_plain(tensor) or not _has_memory(tensor):
                 if function is not None:
                     function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
                 entry = Entry(UNKNOWN, None, self.segment, False)
@@ -475,8 +467,3 @@ def _cast_weight(tensor: Tensor) -> Tensor | None:
         return None
     weight = getattr(node.next_functions[0][0], "variable", None)  # type: ignore[union-attr]
     return weight if type(weight) is Parameter and _has_memory(weight) else None
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    base = base_of(tensor)
-    return isinstance(tensor, Parameter) or isinstance(base, Parameter)
