@@ -300,9 +300,11 @@ class Call:
             self.tracer.end()
             self.tracer = None
         for slot in self._slots:
-            if slot is not None and slot.tensor is not None and slot.edited:
+            if slot is None or slot.tensor is None:
+                continue
+            if version_of(slot.tensor) != slot.version:
                 slot.tensor = slot.tensor.detach()  # for the error; itself it would close a cycle
-            elif slot is not None and slot.tensor is not None:
+            else:
                 slot.saved = slot.saved or self._packer.pack(slot.tensor)
                 slot.tensor = None
         self._packer.end()

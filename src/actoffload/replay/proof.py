@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -270,10 +269,9 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
 # Samples in later calls
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
+class _Where(NamedTuple):
     whole: bool  # all bits, in a sum
-    count: int
+    number: int  # of elements
     step: int
     offset: int
     bits: torch.dtype
@@ -297,8 +295,7 @@ def _where(view: View, *, whole: bool) -> _Where | None:
     return _Where(False, number, step, start // itemsize, _INTEGERS[itemsize])
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """Bits of a value as it was before it was dropped."""
 
     where: _Where
@@ -318,12 +315,12 @@ class Sample:
             return None
         if whole:
             return Sample(where, _sampled(saved, where))
-        elements = torch.as_strided_copy(saved, (where.count,), (where.step,), where.offset)
+        elements = torch.as_strided_copy(saved, (where.number,), (where.step,), where.offset)
         return Sample(where, elements.view(where.bits))
 
 
 def _sampled(tensor: Tensor, where: _Where) -> Tensor:
-    found = tensor.as_strided((where.count,), (where.step,), where.offset).view(where.bits)
+    found = tensor.as_strided((where.number,), (where.step,), where.offset).view(where.bits)
     return found.sum(dtype=torch.int64).reshape(1) if where.whole else found
 
 

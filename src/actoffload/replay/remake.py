@@ -27,11 +27,6 @@ from .trace import RngPosition, Weight
 
 __all__ = ["Remake", "Slot"]
 
-GATHERED = (
-    "A weight of {module} is not there while its values are computed again in backward: it was replaced, or its "
-    "sharded module has not gathered it. Pass keep=[...] with the name of the module, or recompute=False."
-)
-
 
 class _Latest(threading.local):
     """The call of which a part was filled last, in a backward that keeps its graph."""
@@ -54,11 +49,6 @@ class Slot:
         self.tensor: Tensor | None = tensor  # itself, not an alias: the call takes it out again before it ends
         self.version = version_of(tensor)
         self.saved: Any = None
-
-    @property
-    def edited(self) -> bool:
-        """Whether the tensor was written to since it was saved."""
-        return self.tensor is not None and version_of(self.tensor) != self.version
 
     def unpack(self) -> Tensor:
         """Return the tensor, for autograd."""
@@ -212,5 +202,9 @@ class Remake:
             return whole
         parts = [] if whole is None else plain_parts(whole)
         if source.part >= len(parts):
-            raise RuntimeError(GATHERED.format(module=self.name))
+            raise RuntimeError(
+                f"A weight of {self.name} is not there while its values are computed again in backward: it was "
+                "replaced, or its sharded module has not gathered it. Pass keep=[...] with the name of the module, or "
+                "recompute=False."
+            )
         return parts[source.part]
