@@ -155,7 +155,7 @@ class Program:
     kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
     steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
-    uses: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
+    uses: Counter[int] = field(default_factory=Counter)  # by dropped value: its entries
     expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
@@ -183,7 +183,7 @@ class Program:
                 self.reads[number] = read
                 if entry.value not in self.uses:
                     self.firsts[number] = entry.value
-                self.uses[entry.value] = self.uses.get(entry.value, 0) + 1
+                self.uses[entry.value] += 1
                 self.parts.setdefault(entry.segment, set()).add(entry.value)
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
@@ -268,16 +268,10 @@ class Program:
             return None
         source = self.sources.get(value)
         same = type(source) is int and view == self.trace.values[value].view and not entry.by_function
-        return Expected(
-            view.dtype,
-            view.size,
-            view.stride,
-            view.offset // view.dtype.itemsize,
-            value,
-            value in self.dropped,
-            self.uses.get(value, 0) > 1,
-            source if same else -1,  # type: ignore[arg-type]
-        )
+        layout = view.dtype, view.size, view.stride, view.offset // view.dtype.itemsize
+        is_shared = self.uses[value] > 1
+        place = source if same else -1
+        return Expected(*layout, value, value in self.dropped, is_shared, place)  # type: ignore[arg-type]
 
     # Parts
 
