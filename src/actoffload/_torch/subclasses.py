@@ -22,24 +22,6 @@ from torch.nn.parameter import is_lazy
 
 from .tensors import base_of, counter_of, has_own_dispatch, no_torch_function, version_of
 
-__all__ = [
-    "Compound",
-    "Seen",
-    "Wrapper",
-    "Wrappers",
-    "as_part",
-    "changed",
-    "has_parts",
-    "is_compound",
-    "parts_to_save",
-    "plain_parts",
-    "ragged_parts",
-    "serves",
-    "take_apart",
-    "together",
-    "unchanged",
-]
-
 # Version counters
 
 
@@ -188,10 +170,8 @@ def _take_flat(tensor: Any) -> _Taken | None:
         inner, context = _flatten(tensor)
     except NotImplementedError:
         return None
-    parts: dict[Any, torch.Tensor] = {}
-    others: dict[Any, Any] = {}
-    for name, part in inner.items():
-        (parts if isinstance(part, torch.Tensor) else others)[name] = part
+    parts: dict[Any, torch.Tensor] = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
+    others = {name: part for name, part in inner.items() if name not in parts}
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     return parts, lambda parts: kind.__tensor_unflatten__({**others, **parts}, context, size, stride)
 

@@ -65,9 +65,7 @@ def has_own_dispatch(kind: type) -> bool:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether the program has freed, by ``resize_``, the memory in which a strided tensor has its elements."""
     nbytes = tensor.untyped_storage().nbytes()
-    if nbytes >= tensor.nbytes and not tensor.storage_offset():
-        return False
-    if not tensor.numel():
+    if (nbytes >= tensor.nbytes and not tensor.storage_offset()) or not tensor.numel():
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return nbytes < (tensor.storage_offset() + last + 1) * tensor.itemsize

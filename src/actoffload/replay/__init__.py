@@ -4,7 +4,6 @@ from .call import Call
 from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
-from .remake import Remake
 from .trace import FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
@@ -15,7 +14,6 @@ __all__ = [
     "Given",
     "Policy",
     "Program",
-    "Remake",
     "Times",
     "Trace",
     "Tracer",

@@ -245,11 +245,9 @@ class Call:
 
         def saved_values(program: Program) -> dict[int, Tensor | None]:
             """Return the values that a program keeps; of no other one, because they are dropped one by one."""
-            kept = {value for value, found in program.sources.items() if found is None}
+            kept = program.kept_at
             found = {entries[k].value: slot.tensor for k, slot in enumerate(slots) if slot and entries[k].value in kept}
-            return found | {
-                value: slot.tensor for value, k in program.kept_at.items() if (slot := slots[k]) is not None
-            }
+            return found | {value: slot.tensor for value, k in kept.items() if (slot := slots[k]) is not None}
 
         real = saved_values(program)
 
@@ -291,7 +289,7 @@ class Call:
             return
         with below_modes:
             for value, tensor in samples.items():
-                sample = Sample.take(value, program.trace.values[value], tensor.detach(), whole=whole)
+                sample = Sample.take(program.trace.values[value], tensor.detach(), whole=whole)
                 if sample is not None:
                     self._remake.samples[value] = sample
 
@@ -302,9 +300,11 @@ class Call:
             self.tracer.end()
             self.tracer = None
         for slot in self._slots:
-            if slot is not None and slot.tensor is not None and slot.edited:
+            if slot is None or slot.tensor is None:
+                continue
+            if version_of(slot.tensor) != slot.version:
                 slot.tensor = slot.tensor.detach()  # for the error; itself it would close a cycle
-            elif slot is not None and slot.tensor is not None:
+            else:
                 slot.saved = slot.saved or self._packer.pack(slot.tensor)
                 slot.tensor = None
         self._packer.end()

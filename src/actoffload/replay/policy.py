@@ -29,7 +29,6 @@ __all__ = [
 
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
-_OPERATORS = _Operator, type(_aten.mm)
 
 _PRODUCTS = (
     "mm addmm bmm baddbmm convolution cudnn_convolution "
@@ -122,7 +121,7 @@ def policy_for(recompute: Any) -> Policy:
         "expected 'auto', True, False, operators such as [torch.ops.aten.mm.default], or a function (ctx, op, *args, "
         "**kwargs)"
     )
-    if isinstance(recompute, _OPERATORS) or not callable(recompute):
+    if isinstance(recompute, (_Operator, type(_aten.mm))) or not callable(recompute):
         if not isinstance(recompute, Collection) or isinstance(recompute, str):
             raise TypeError(f"recompute is {recompute!r}; {expected}.")
         if not recompute:
@@ -166,7 +165,6 @@ def saving(names: tuple[str, ...], *, holds: bool = False) -> Policy:
 # What no policy allows
 
 _FACTORIES = ("empty", "new_", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "linspace", "eye", "lift")
-_UNINITIALIZED = ("empty", "new_empty", "resize")
 _NONDETERMINISTIC = (
     "scatter", "index_add", "index_put", "index_copy", "index_reduce", "put", "histc", "bincount", "median", "cumsum",
     "cumprod", "logcumsumexp", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "kthvalue", "unique",

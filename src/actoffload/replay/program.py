@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, returns_one, with_twins
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, leaves, with_twins
 
 __all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
 
@@ -152,9 +153,9 @@ class Program:
     dropped: frozenset[int] = frozenset()  # values
     sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
     kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
-    steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace
+    steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
-    uses: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
+    uses: Counter[int] = field(default_factory=Counter)  # by dropped value: its entries
     expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
@@ -171,7 +172,7 @@ class Program:
         trace = self.trace
         self.nodes = with_twins(trace, self.banned)
         stands = self._choose()
-        needed = self._needed()
+        needed, _ = self._makers(self.dropped, ())
         for number in sorted(needed):
             self.steps[number] = self._step(self.nodes[number], stands)
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
@@ -180,25 +181,23 @@ class Program:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
                 assert read is not None
                 self.reads[number] = read
-                self.uses[entry.value] = self.uses.get(entry.value, 0) + 1
+                if entry.value not in self.uses:
+                    self.firsts[number] = entry.value
+                self.uses[entry.value] += 1
+                self.parts.setdefault(entry.segment, set()).add(entry.value)
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
         self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
         self.inputs = tuple((value, source) for value, source in self.sources.items() if type(source) is int)
         self.expected = list(map(self._expect, trace.entries))
-        self._divide()
-        self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
-        first: dict[int, int] = {}
-        makers = [(step.node, value) for step in self.steps.values() for _, value in step.made]
-        ends = [value for _, value in makers if value in self.dropped and value not in used]
+        self._find_held()
+        self._plan_drops()
+        made = (value for step in self.steps.values() for _, value in step.made)
+        ends = [value for value in made if value in self.dropped and value not in used]
         ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
-        for number, entry in reversed([*enumerate(trace.entries)]):
-            if entry.value in self.dropped:
-                first[entry.value] = number
-        self.firsts = {number: value for value, number in first.items()}
-        self.samples = {first[value]: value for value in ends}
+        self.samples = {number: value for number, value in self.firsts.items() if value in ends}
 
     # What is dropped
 
@@ -240,35 +239,22 @@ class Program:
             return False
         if any(value not in stands for value in node.reads):
             return False
-        return all(_read(place, stands[place.value]) is not None for place in _places(node))
+        places = leaves((node.args, node.kwargs), Place)
+        return all(_read(place, stands[place.value]) is not None for place in places)
 
     def _fits(self, number: int, entries: Sequence[int], view: View) -> bool:
         places = (self.trace.entries[entry].view for entry in entries)
         return all(place is not None and _read(Place(number, place), view) is not None for place in places)
 
-    def _needed(self) -> set[int]:
-        """Return the operators that make the dropped values from the sources."""
-        needed: set[int] = set()
-        waiting = list(self.dropped)
-        while waiting:
-            value = waiting.pop()
-            if value in self.sources:
-                continue
-            maker = self.trace.values[value].maker
-            if maker not in needed:
-                needed.add(maker)
-                waiting += self.nodes[maker].reads
-        return needed
-
     def _step(self, node: Node, stands: dict[int, View]) -> Step:
         args = [_with_reads(given, stands) for given in node.args]
         kwargs = {name: _with_reads(given, stands) for name, given in node.kwargs.items()}
         named = [*enumerate(args), *kwargs.items()]
-        places = tuple((at, given) for at, given in named if isinstance(given, _Read) or _has_read(given))
+        places = tuple((at, given) for at, given in named if any(leaves(given, _Read)))
         # A value may stay that an operator returns beside others.
         made = tuple((place, value) for place, value in node.made if value not in self.sources)
         function = isinstance(node.operator, FunctionCall)
-        single = made[0][1] if not function and len(node.made) == 1 and made and returns_one(node.operator) else -1
+        single = made[0][1] if not function and len(node.made) == 1 and made and node.returns_one else -1
         scratch = () if function else tuple(k for k in rules_of(node.operator).scratch if k < len(args))
         # Without the Python frame of `torch.ops`.
         call = getattr(node.operator, "_op", node.operator)
@@ -282,36 +268,26 @@ class Program:
             return None
         source = self.sources.get(value)
         same = type(source) is int and view == self.trace.values[value].view and not entry.by_function
-        return Expected(
-            view.dtype,
-            view.size,
-            view.stride,
-            view.offset // view.dtype.itemsize,
-            value,
-            value in self.dropped,
-            self.uses.get(value, 0) > 1,
-            source if same else -1,  # type: ignore[arg-type]
-        )
+        layout = view.dtype, view.size, view.stride, view.offset // view.dtype.itemsize
+        is_shared = self.uses[value] > 1
+        place = source if same else -1
+        return Expected(*layout, value, value in self.dropped, is_shared, place)  # type: ignore[arg-type]
 
     # Parts
 
-    def _divide(self) -> None:
-        """Divide what is dropped into parts, and find what is held; see [Note: parts]."""
+    def _find_held(self) -> None:
+        """Find the values that are expensive to make; see [Note: parts]."""
         held, costs = set[int](), dict[int, int]()
-        for number in sorted(self.steps):
-            step = self.steps[number]
+        for step in self.steps.values():
             cost = 1 + sum(costs[value] for value in step.reads if value not in self.sources and value not in held)
             operator = step.node.operator
-            known = operator not in COSTLY and not isinstance(operator, FunctionCall)
-            expensive = cost > CHEAP or not known or getattr(operator, "namespace", "aten") != "aten"
+            costly = operator in COSTLY or isinstance(operator, FunctionCall)
+            expensive = cost > CHEAP or costly or getattr(operator, "namespace", "aten") != "aten"
             for _, value in step.made:
                 costs[value] = cost
                 if expensive:
                     held.add(value)
         self.held = frozenset(held)
-        for entry in self.trace.entries:
-            if entry.value in self.dropped:
-                self.parts.setdefault(entry.segment, set()).add(entry.value)
 
     def fill(self, part: int, present: frozenset[int], others: frozenset[int]) -> Fill:
         """Return how a part is made, if some values are there, and other parts are still to be made."""
@@ -346,7 +322,7 @@ class Program:
             maker = self.trace.values[value].maker
             if maker not in found:
                 found.add(maker)
-                waiting += self.steps[maker].reads
+                waiting += self.nodes[maker].reads
         return found, needed
 
     def runs(self) -> Counter[int]:
@@ -363,38 +339,20 @@ class Program:
     def _plan_drops(self) -> None:
         """Decide behind which entries values are dropped: where a module inside has ended that saved much."""
         trace = self.trace
-        total = sum(trace.values[value].nbytes for value in self.dropped)
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
         for value, number in last.items():
-            ready[value] = max([number, *(self.kept_at.get(source, 0) for source in self._sources_of(value))])
-        waiting = sorted(ready, key=ready.__getitem__)
-        found: list[int] = []
-        segments = [entry.segment for entry in trace.entries]
-        for number in range(len(segments)):
-            ends = number + 1 == len(segments) or segments[number + 1] != segments[number]
-            if not ends:
+            _, sources = self._makers((value,), ())
+            ready[value] = max([number, *(self.kept_at.get(source, 0) for source in sources)])
+        gone: set[int] = set()
+        for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
+            if segment == following:
                 continue
-            while waiting and ready[waiting[0]] <= number:
-                found.append(waiting.pop(0))
+            found = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in found)
-            if found and number + 1 < len(segments) and nbytes >= total / PARTS:
-                gone = set(found)
-                self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in gone)
-                found = []
-
-    def _sources_of(self, value: int) -> set[int]:
-        found, waiting, seen = set[int](), [value], set[int]()
-        while waiting:
-            value = waiting.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            if value in self.sources:
-                found.add(value)
-            else:
-                waiting += self.nodes[self.trace.values[value].maker].reads
-        return found
+            if found and nbytes >= self.dropped_bytes / PARTS:
+                self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in found)
+                gone |= found
 
     # Running
 
@@ -440,30 +398,11 @@ PARTS = 8
 """Part of the dropped bytes for which it is worth dropping before the call ends."""
 
 
-def _places(node: Node) -> list[Place]:
-    found: list[Place] = []
-    waiting = [*node.args, *node.kwargs.values()]
-    while waiting:
-        given = waiting.pop()
-        if isinstance(given, Place):
-            found.append(given)
-        elif isinstance(given, list):
-            waiting += given
-    return found
-
-
-def _has_place(given: Any) -> bool:
-    return isinstance(given, list) and any(isinstance(each, Place) or _has_place(each) for each in given)
-
-
 def _with_reads(given: Any, stands: Mapping[int, View]) -> Any:
     if isinstance(given, Place):
         return _read(given, stands[given.value])
-    return [_with_reads(each, stands) for each in given] if _has_place(given) else given
-
-
-def _has_read(given: Any) -> bool:
-    return isinstance(given, list) and any(isinstance(each, _Read) or _has_read(each) for each in given)
+    has_place = isinstance(given, list) and any(leaves(given, Place))
+    return [_with_reads(each, stands) for each in given] if has_place else given
 
 
 def _filled(given: Any, values: dict[int, Tensor]) -> Any:

@@ -13,8 +13,8 @@ bits of every value.  The device compares the samples when the values are made a
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -181,8 +181,15 @@ def prove(
                 saved[number].tensor = None
         return tensor
 
+    def run(number: int, values: dict[int, Tensor]) -> bool:
+        step = program.steps[number]
+        if not pure and isinstance(step.call, FunctionCall):
+            return _run_on_copies(program, step, values)
+        program.run(step, values, beginning)
+        return True
+
     with below_everything:
-        _run_all(program, source, compare, beginning, pure=pure)
+        _run_all(program, source, compare, run)
     return banned
 
 
@@ -191,9 +198,16 @@ def measure(
 ) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = {}
+
+    def run(number: int, values: dict[int, Tensor]) -> bool:
+        begun = backend.record_timed(current_stream(backend))
+        program.run(program.steps[number], values, beginning)
+        times[number] = begun, backend.record_timed(current_stream(backend))
+        return True
+
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything:
-        _run_all(program, source, lambda value, tensor: tensor, beginning, pure=True, times=times, backend=backend)
+        _run_all(program, source, lambda value, tensor: tensor, run)
     return times
 
 
@@ -209,32 +223,15 @@ def _run_all(
     program: Program,
     source: Callable[[int], Tensor],
     compare: Callable[[int, Tensor | None], Tensor | None],
-    beginning: RngPosition | None,
-    *,
-    pure: bool,
-    times: Times | None = None,
-    backend: Backend | None = None,
+    run: Callable[[int, dict[int, Tensor]], bool],
 ) -> None:
-    """Run a whole program; free each value after its last use."""
-    uses: dict[int, int] = {}
-    for step in program.steps.values():
-        for value in step.reads:
-            uses[value] = uses.get(value, 0) + 1
+    """Run a whole program; free each value after its last use.  `run` returns whether it has made values."""
+    uses = Counter(value for step in program.steps.values() for value in step.reads)
     values: dict[int, Tensor] = {}
     missing: set[int] = set()
-    for number in sorted(program.steps):
-        step = program.steps[number]
+    for number, step in program.steps.items():
         values.update({value: source(value) for value in step.sources if value not in values})
-        if missing.intersection(step.reads):
-            ran = False
-        elif pure or not isinstance(step.call, FunctionCall):
-            begun = None if backend is None else backend.record_timed(current_stream(backend))
-            program.run(step, values, beginning)
-            if times is not None and backend is not None:
-                times[number] = begun, backend.record_timed(current_stream(backend))
-            ran = True
-        else:
-            ran = _run_on_copies(program, step, values)
+        ran = missing.isdisjoint(step.reads) and run(number, values)
         for value in step.reads:
             uses[value] -= 1
             if not uses[value]:
@@ -243,7 +240,7 @@ def _run_all(
             found = compare(value, values.pop(value, None) if ran else None)
             if found is None:
                 missing.add(value)
-            elif uses.get(value):
+            elif uses[value]:
                 values[value] = found
 
 
@@ -272,9 +269,9 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
 # Samples in later calls
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
-    count: int
+class _Where(NamedTuple):
+    whole: bool  # all bits, in a sum
+    number: int  # of elements
     step: int
     offset: int
     bits: torch.dtype
@@ -293,21 +290,19 @@ def _where(view: View, *, whole: bool) -> _Where | None:
     if whole:
         # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
         count = elements * itemsize // 8 * 8 // itemsize
-        return None if start % 8 or not count else _Where(count, 1, start // itemsize, torch.int64)
-    return _Where(min(elements, ELEMENTS), max(elements // ELEMENTS, 1), start // itemsize, _INTEGERS[itemsize])
+        return None if start % 8 or not count else _Where(True, count, 1, start // itemsize, torch.int64)
+    number, step = min(elements, ELEMENTS), max(elements // ELEMENTS, 1)
+    return _Where(False, number, step, start // itemsize, _INTEGERS[itemsize])
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
+class Sample(NamedTuple):
     """Bits of a value as it was before it was dropped."""
 
-    value: int
     where: _Where
-    whole: bool
     bits: Tensor
 
     @staticmethod
-    def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
+    def take(value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
         """Return a sample of a value, given a detached tensor that lies on it; see [Note: samples].
 
         It is called below dispatch modes, which count what is made.
@@ -319,14 +314,14 @@ class Sample:
         if where is None:
             return None
         if whole:
-            return Sample(number, where, whole, _sampled(saved, where, whole=whole))
-        elements = torch.as_strided_copy(saved, (where.count,), (where.step,), where.offset)
-        return Sample(number, where, whole, elements.view(where.bits))
+            return Sample(where, _sampled(saved, where))
+        elements = torch.as_strided_copy(saved, (where.number,), (where.step,), where.offset)
+        return Sample(where, elements.view(where.bits))
 
 
-def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:
-    found = tensor.as_strided((where.count,), (where.step,), where.offset).view(where.bits)
-    return found.sum(dtype=torch.int64).reshape(1) if whole else found
+def _sampled(tensor: Tensor, where: _Where) -> Tensor:
+    found = tensor.as_strided((where.number,), (where.step,), where.offset).view(where.bits)
+    return found.sum(dtype=torch.int64).reshape(1) if where.whole else found
 
 
 class _Reading(NamedTuple):
@@ -371,7 +366,7 @@ class Alarm:
         number = next(self._numbers)
         self._made_by[number % ROWS] = name, node
         self._unread, self.samples = True, number + 1
-        found, row = _sampled(tensor, sample.where, whole=sample.whole), flags[1][number % ROWS]
+        found, row = _sampled(tensor, sample.where), flags[1][number % ROWS]
         torch.ne(found, sample.bits, out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:

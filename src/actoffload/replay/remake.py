@@ -27,11 +27,6 @@ from .trace import RngPosition, Weight
 
 __all__ = ["Remake", "Slot"]
 
-GATHERED = (
-    "A weight of {module} is not there while its values are computed again in backward: it was replaced, or its "
-    "sharded module has not gathered it. Pass keep=[...] with the name of the module, or recompute=False."
-)
-
 
 class _Latest(threading.local):
     """The call of which a part was filled last, in a backward that keeps its graph."""
@@ -54,11 +49,6 @@ class Slot:
         self.tensor: Tensor | None = tensor  # itself, not an alias: the call takes it out again before it ends
         self.version = version_of(tensor)
         self.saved: Any = None
-
-    @property
-    def edited(self) -> bool:
-        """Whether the tensor was written to since it was saved."""
-        return self.tensor is not None and version_of(self.tensor) != self.version
 
     def unpack(self) -> Tensor:
         """Return the tensor, for autograd."""
@@ -198,13 +188,12 @@ class Remake:
 
     def note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
-        versions, modules = self.versions, self.modules
+        versions = self.versions
         if len(versions) == len(self.program.weights):
             return
         for value, weight in self.program.weights:
             if value not in versions:
-                tensor = registered(modules[weight.module])[weight.table].get(weight.name)
-                versions[value] = version_of(tensor if type(tensor) is Parameter else self.weight(weight))
+                versions[value] = version_of(self.weight(weight))
 
     def weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""
@@ -213,5 +202,9 @@ class Remake:
             return whole
         parts = [] if whole is None else plain_parts(whole)
         if source.part >= len(parts):
-            raise RuntimeError(GATHERED.format(module=self.name))
+            raise RuntimeError(
+                f"A weight of {self.name} is not there while its values are computed again in backward: it was "
+                "replaced, or its sharded module has not gathered it. Pass keep=[...] with the name of the module, or "
+                "recompute=False."
+            )
         return parts[source.part]

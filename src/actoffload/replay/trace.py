@@ -58,7 +58,6 @@ __all__ = [
     "default_generators",
     "generator_states",
     "leaves",
-    "returns_one",
     "same",
     "with_twins",
 ]
@@ -105,6 +104,14 @@ class Node:
     module: str  # the name of the module in which it ran
     segment: int  # as in `Entry`
     drawn: int | None = None  # random numbers of the call before its own, if it draws; see [Note: random numbers]
+
+    @property
+    def returns_one(self) -> bool:
+        """Whether the operator returns one tensor."""
+        if self.operator is same:
+            return True
+        returns = self.operator._schema.returns
+        return len(returns) == 1 and "[]" not in str(returns[0].type)
 
 
 class Entry(NamedTuple):
@@ -156,16 +163,13 @@ class FunctionCall:
 _plain_setup = getattr(torch.autograd.Function, "setup_context", None)
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings."""
-    if isinstance(tree, Tensor):
+def leaves(tree: Any, kind: type = Tensor) -> Iterator[Any]:
+    """Yield the objects of a class in nested lists, tuples and mappings."""
+    if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, Mapping):
-        for part in tree.values():
-            yield from leaves(part)
-    elif isinstance(tree, (list, tuple)):
-        for part in tree:
-            yield from leaves(part)
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from leaves(part, kind)
 
 
 # Twins
@@ -174,14 +178,6 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 def same(tensor: Tensor) -> Tensor:
     """Return a tensor itself: the operator of a twin."""
     return tensor
-
-
-def returns_one(operator: Any) -> bool:
-    """Return whether an operator returns one tensor."""
-    if operator is same:
-        return True
-    returns = operator._schema.returns
-    return len(returns) == 1 and "[]" not in str(returns[0].type)
 
 
 def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
@@ -198,7 +194,7 @@ def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
         value = node.made[0][1]
         view = trace.values[value].view
         key = node.operator, view, _key((node.args, tuple(sorted(node.kwargs.items()))), twins)
-        twin = first.setdefault(key, value) if view is not None and returns_one(node.operator) else value
+        twin = first.setdefault(key, value) if view is not None and node.returns_one else value
         if twin != value and twin not in banned:  # [guard: twins of values that stay]
             assert view is not None
             twins[value] = twin
@@ -288,18 +284,13 @@ class RngPosition(NamedTuple):
 
 
 class RandomDraws:
-    """What a call draws while it is traced: operators from the generator of the GPU, and its modules in Python."""
+    """What a call draws that begins now: operators from the generator of the GPU, and its modules in Python."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = modules
         self._in_python = states_of_python(modules)
-        self.beginning: RngPosition | None = None
-        self.drawn = 0  # so far
-        self._all_seen = False
-
-    def begin(self) -> None:
-        """Note that the call begins."""
         self.beginning = RngPosition.read()
+        self.drawn = 0  # so far
         self._all_seen = self.beginning is not None
 
     def start_operator(self) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -92,7 +93,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
         self._weights: dict[int, tuple[Weight, View]] | None = None
-        self._counts: dict[Any, int] = {}
+        self._counts: defaultdict[Any, count[int]] = defaultdict(count)
         self._function: _Running | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
@@ -115,7 +116,6 @@ class Tracer(_Base):  # type: ignore[misc]
     def begin(self) -> None:
         """Record from here on, in this thread."""
         _patch_functions()
-        self.drawing.begin()
         _thread.tracer = self
         self._handles.append(register_module_forward_pre_hook(self._enter))
         self._handles.append(register_module_forward_hook(self._leave, always_call=True))
@@ -136,15 +136,18 @@ class Tracer(_Base):  # type: ignore[misc]
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
         known = self.drawing.saw_all()
-        lost = () if known else (node for node in self.nodes if node.drawn is not None)
-        for _, number in chain(*(node.made for node in lost)):
-            self.values[number].maker = UNKNOWN
         steady = not self._host_reads and not self.drawing.drew_in_python()
-        self._forget_freed()
+        freed = self._find_freed()
+        for node in self.nodes:
+            if not freed.isdisjoint(node.reads) or not (known or node.drawn is None):
+                for _, number in node.made:
+                    self.values[number].maker = UNKNOWN
+        for number in freed:
+            self.values[number].maker, self.values[number].source = UNKNOWN, None
         return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
 
-    def _forget_freed(self) -> None:
-        """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
+    def _find_freed(self) -> set[int]:
+        """Return the values whose memory the program has freed in the call."""
         freed = set[int]()
         for weak in self._weak:
             memory = storage_behind(weak)
@@ -153,12 +156,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 value = self.values[number]
                 if memory.nbytes() < value.nbytes and not isinstance(value.source, Weight):  # FSDP2 frees weights
                     freed.add(number)
-        for node in self.nodes:
-            if not freed.isdisjoint(node.reads):
-                for _, number in node.made:
-                    self.values[number].maker = UNKNOWN
-        for number in freed:
-            self.values[number].maker, self.values[number].source = UNKNOWN, None
+        return freed
 
     def __del__(self) -> None:
         for weak in self._weak:
@@ -202,14 +200,9 @@ class Tracer(_Base):  # type: ignore[misc]
             return self._add(memory, Value(memory.nbytes()))
         # Autocast made it in an earlier call, and has it in its cache.
         read = self._value_of(cast)
-        number = self._counts.get(_COPY, 0)
-        self._counts[_COPY] = number + 1
-        places = (Place(read, View.of(cast)),)
-        value = self._add(memory, Value(memory.nbytes(), len(self.nodes), view=View.of(tensor)))
-        made, name = [(0, value)], f"{_COPY}#{number}"
-        self.nodes.append(
-            Node(_COPY, name, places, {"dtype": tensor.dtype}, made, (read,), self._module(), self.segment)
-        )
+        value = self._add(memory, Value(memory.nbytes(), view=View.of(tensor)))
+        name, places = f"{_COPY}#{next(self._counts[_COPY])}", (Place(read, View.of(cast)),)
+        self._add_node(_COPY, name, places, {"dtype": tensor.dtype}, [(0, value)], (read,))
         return value
 
     def _weight_at(self, key: int) -> tuple[Weight, View] | None:
@@ -226,11 +219,6 @@ class Tracer(_Base):  # type: ignore[misc]
                                 self._weights.setdefault(address(plain.untyped_storage()), weight)
             found = self._weights.get(key)
         return found
-
-    def _place(self, tensor: Tensor) -> Place | None:
-        if not _is_plain(tensor) or not _has_memory(tensor):
-            return None
-        return Place(self._value_of(tensor), View.of(tensor))
 
     # Operators
 
@@ -252,9 +240,7 @@ class Tracer(_Base):  # type: ignore[misc]
             if rules.mutable:
                 self._write(operator, args, kwargs)
             return outputs
-        number = self._counts.get(operator, 0)
-        self._counts[operator] = number + 1
-        name = f"{operator}#{number}"
+        name = f"{operator}#{next(self._counts[operator])}"
         before = generator_states() if rules.foreign and rules.replayable else None
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
@@ -279,7 +265,9 @@ class Tracer(_Base):  # type: ignore[misc]
             and self._stream() == self._at
             and before == (generator_states() if before is not None else None)
         )
-        self._make(counterpart or operator, name, with_places, named, outputs, tuple(reads), replayable, drawn)
+        made, plain = self._add_outputs(outputs)
+        if made and plain and replayable:
+            self._add_node(counterpart or operator, name, with_places, named, made, reads, drawn)
         return outputs
 
     def _find_counterpart(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -297,9 +285,9 @@ class Tracer(_Base):  # type: ignore[misc]
     def _with_places(self, given: Any, reads: list[int]) -> Any:
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
         if isinstance(given, Tensor):
-            place = self._place(given)
-            reads.append(UNKNOWN if place is None else place.value)
-            return place
+            known = _is_plain(given) and _has_memory(given)
+            reads.append(self._value_of(given) if known else UNKNOWN)
+            return Place(reads[-1], View.of(given)) if known else None
         if isinstance(given, (list, tuple)) and any(isinstance(each, (Tensor, list, tuple)) for each in given):
             return [self._with_places(each, reads) for each in given]
         return given
@@ -311,42 +299,35 @@ class Tracer(_Base):  # type: ignore[misc]
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(tensor, Tensor) and _has_memory(tensor):
                     memory = tensor.untyped_storage()
-                    function = self._function
-                    if function is not None and self._ids.get(address(memory), function.first) < function.first:
-                        function.pure = False
                     overwritten = self._ids.get(address(memory))
                     if overwritten is not None:
                         self.values[overwritten].source = None  # inputs and weights that are overwritten
+                        if self._function is not None and overwritten < self._function.first:
+                            self._function.pure = False
                     # values that are written in place
                     self._add(memory, Value(memory.nbytes()))
 
-    def _make(
-        self,
-        operator: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        reads: tuple[int, ...],
-        replayable: bool,
-        drawn: int | None,
-    ) -> None:
+    def _add_outputs(self, outputs: Any) -> tuple[list[tuple[int, int]], bool]:
+        """Begin the values that an operator has returned; also return whether all that it returned is plain."""
         made: list[tuple[int, int]] = []
+        plain = True
         for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
             if type(output) not in _PLAIN or not _has_memory(output):
-                replayable &= not isinstance(output, Tensor) or not output.numel()
+                plain &= not isinstance(output, Tensor) or not output.numel()
                 continue
             memory = output.untyped_storage()
             if address(memory) not in self._ids:
                 made.append((place, self._add(memory, Value(memory.nbytes(), view=View.of(output)))))
-        if made and replayable:
-            for _, value in made:
-                self.values[value].maker = len(self.nodes)
-            self.nodes.append(Node(operator, name, args, kwargs, made, reads, self._module(), self.segment, drawn))
+        return made, plain
 
-    def _module(self) -> str:
-        """Return the name of the innermost module inside that runs."""
-        return self._names.get(id(self._calls[-1]), "") if self._calls else ""
+    def _add_node(
+        self, operator: Any, name: str, args: Any, kwargs: Any, made: Any, reads: Any, drawn: int | None = None
+    ) -> None:
+        """Note an operator that can run again, in the innermost module that runs, as the maker of values."""
+        for _, value in made:
+            self.values[value].maker = len(self.nodes)
+        module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
+        self.nodes.append(Node(operator, name, args, kwargs, made, tuple(reads), module, self.segment, drawn))
 
     # Functions
 
@@ -361,8 +342,7 @@ class Tracer(_Base):  # type: ignore[misc]
             finally:
                 self._generated = False
         call = FunctionCall(function, tuple(isinstance(each, Tensor) and each.requires_grad for each in args))
-        number = self._counts.get(function, 0)
-        self._counts[function] = number + 1
+        name = f"{call}#{next(self._counts[function])}"
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
         before = generator_states()
@@ -395,11 +375,7 @@ class Tracer(_Base):  # type: ignore[misc]
         once = {value: place for place, value in reversed(made) if self.values[value].source is None}
         made = [(place, value) for value, place in once.items()]
         if replayable and made:
-            for _, value in made:
-                self.values[value].maker = len(self.nodes)
-            self.nodes.append(
-                Node(call, f"{call}#{number}", places, {}, made, tuple(reads), self._module(), self.segment)
-            )
+            self._add_node(call, name, places, {}, made, reads)
         return outputs
 
     def _lasts(self, given: Any) -> bool:
@@ -421,7 +397,8 @@ class Tracer(_Base):  # type: ignore[misc]
         function = self._function
         with no_torch_dispatch():
             elsewhere = self._stream() != self._at  # [guard: reads of another stream] backward would make it there
-            if elsewhere or not _is_plain(tensor) or not _has_memory(tensor) or _is_weight(tensor):
+            is_weight = isinstance(tensor, Parameter) or isinstance(base_of(tensor), Parameter)
+            if elsewhere or is_weight or not _is_plain(tensor) or not _has_memory(tensor):
                 if function is not None:
                     function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
                 entry = Entry(UNKNOWN, None, self.segment, False)
@@ -490,8 +467,3 @@ def _cast_weight(tensor: Tensor) -> Tensor | None:
         return None
     weight = getattr(node.next_functions[0][0], "variable", None)  # type: ignore[union-attr]
     return weight if type(weight) is Parameter and _has_memory(weight) else None
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    base = base_of(tensor)
-    return isinstance(tensor, Parameter) or isinstance(base, Parameter)
