@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -179,10 +179,15 @@ class Exchange:
         return bool(self._call("check", [self._path(key)]))
 
     def find(self, keys: Sequence[str], limit: float) -> str | None:
-        """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
+        """Wait until there is a message with one of some keys, and return the first of these; None after the limit.
+
+        Raises a `RefusedError` if a rank refuses.
+        """
         begun = time.monotonic()
         while True:
-            if any(map(self.has, keys)):
+            if any(map(self.has, (REFUSED, *keys))):
+                if self.has(REFUSED):
+                    raise RefusedError(self._read(REFUSED))
                 # A rank answers before it leaves, and both may have come since the first look.
                 return next(key for key in keys if self.has(key))
             waited = time.monotonic() - begun
@@ -223,12 +228,10 @@ class Exchange:
             if rank in self._gone:
                 continue
             own, left = f"{key} {rank}", f"gone {rank}"
-            at = self.find([REFUSED, own, left], max(until - time.monotonic(), 0.0))
+            at = self.find([own, left], max(until - time.monotonic(), 0.0))
             if at == own:
                 found[rank] = self.take(own)
                 continue
-            if at == REFUSED:
-                self._raise_refusal()
             self._gone.add(rank)
             missing += [rank] if at is None else []
         return found, missing
@@ -236,11 +239,9 @@ class Exchange:
     def receive(self, keys: Iterable[str], where: str) -> Any:
         """Wait for an answer with one of some keys, and return it; `where` says where this rank waits for it."""
         left = f"gone {self.leader}"
-        key = self.find([REFUSED, *keys, left], LIMIT)
+        key = self.find([*keys, left], LIMIT)
         if key is None:
             raise LostRankError(self.waited([self.leader], where))
-        if key == REFUSED:
-            self._raise_refusal()
         if key == left:
             raise LostRankError(_ended(self.leader))
         return self.take(key, len(self.ranks) - 1)
@@ -280,9 +281,6 @@ class Exchange:
         """Let the others not wait for this rank."""
         with suppress(LostRankError):
             self.post(f"gone {self.rank}", True)
-
-    def _raise_refusal(self) -> NoReturn:
-        raise RefusedError(self._read(REFUSED))
 
     # The store
 
