@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple, TypeAlias
@@ -209,13 +210,12 @@ class Meter(TimelineRecorder):
         """The first border, from which times count."""
         return next(iter(self.borders.values())).event
 
-    def passed(self) -> bool:
-        """Return whether the device has passed all borders and copies, so that they may be read."""
-        events = [
-            *(border.event for border in self.borders.values()),
-            *(transfer.ended for transfer in self._transfers),
-        ]
-        return all(map(self._backend.passed, reversed(events)))
+    def wait(self) -> None:
+        """Wait until the device has passed all borders and copies, so that they may be read."""
+        events = [border.event for border in self.borders.values()]
+        events += [transfer.ended for transfer in self._transfers]
+        if not all(map(self._backend.passed, reversed(events))):
+            self._backend.synchronize(self._backend.current_device())
 
     def times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
         """Return by step the seconds of the device until each border, as if no copy had been waited for."""
@@ -348,31 +348,31 @@ class StepMeter(Meter):
         self.half_bytes: dict[int, int] = {}
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
-        begun = backend.record_timed(current_stream(backend))
-        self.borders[None, Kind.FORWARD, WHOLE, False] = Border(begun, backend.host_time())
-        self._ended: StreamEvent | None = None
+        self._note_time((None, Kind.FORWARD, WHOLE, False))
 
-    def temporaries(self, stage: int | None = None) -> dict[tuple[Kind, int, bool], int]:
-        """Return the most bytes that were allocated for a time before each border, of one stage or of all."""
+    def _note_time(self, place: Place) -> None:
+        event = self._backend.record_timed(current_stream(self._backend))
+        self.borders[place] = Border(event, self._backend.host_time())
+
+    def temporaries(self, stage: int) -> dict[tuple[Kind, int, bool], int]:
+        """Return the most bytes that a stage allocated for a time before each border."""
         found: dict[tuple[Kind, int, bool], int] = {}
         for (step, kind, layer, ends), border in self.borders.items():
-            if stage is None or (isinstance(step, Step) and step.stage == stage):
+            if isinstance(step, Step) and step.stage == stage:
                 found[kind, layer, ends] = max(found.get((kind, layer, ends), 0), border.temporary)
         return found
 
     def end(self) -> None:
         """Note the end of the step."""
-        self._ended = self._backend.record_timed(current_stream(self._backend))
+        self._note_time((None, Kind.BACKWARD, WHOLE, True))
 
     def seconds(self) -> float:
         """Return how long the whole step took, with all that it waited for."""
-        assert self._ended is not None
-        return self._backend.elapsed(self.first, self._ended)
+        return self._backend.elapsed(self.first, self.borders[None, Kind.BACKWARD, WHOLE, True].event)
 
     def note(self, step: Step, ends: bool) -> None:
         """Note the time and the memory where a computation begins or ends."""
-        event = self._backend.record_timed(current_stream(self._backend))
-        self.borders[step, _kind(step.computation), WHOLE, ends] = Border(event, self._backend.host_time())
+        self._note_time((step, _kind(step.computation), WHOLE, ends))
         self._computing[step.stage] = step
         if ends:
             del self._computing[step.stage]
@@ -415,15 +415,6 @@ class StepMeter(Meter):
         """Return nothing: other memory is counted in the whole step."""
         return 0
 
-    def passed(self) -> bool:
-        """Return whether the device has passed all borders and copies."""
-        return (self._ended is None or self._backend.passed(self._ended)) and super().passed()
-
-    def wait(self) -> None:
-        """Wait until the device has passed all borders and copies."""
-        if not self.passed():
-            self._backend.synchronize(self._backend.current_device())
-
     def computations(self, stage: int, computation: Computation) -> float | None:
         """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
         found = [ended - begun for begun, ended, _ in self._ran(stage, computation)]
@@ -450,8 +441,6 @@ class StepMeter(Meter):
         self, stage: int, computation: Computation
     ) -> list[tuple[float, float, Mapping[tuple[Kind, int, bool], float]]]:
         """Return begin and end of a computation of a stage for each microbatch, with the borders of its groups."""
-        if self._times is None:
-            self._times = self.times()
         kind = _kind(computation)
         return [
             (times[kind, WHOLE, False], times[kind, WHOLE, True], times)
@@ -460,7 +449,9 @@ class StepMeter(Meter):
             if (kind, WHOLE, True) in times
         ]
 
-    _times: dict[Hashable, dict[tuple[Kind, int, bool], float]] | None = None
+    @cached_property
+    def _times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
+        return self.times()
 
 
 def _kind(computation: Computation) -> Kind:

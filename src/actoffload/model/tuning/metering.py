@@ -148,8 +148,10 @@ class TimedPass:
         backend = self._backend
         if self.ended is None:
             return
-        if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
+        if not backend.passed(self.ended):
             backend.synchronize(backend.current_device())
+        if self.meter is not None:
+            self.meter.wait()
 
     @property
     def largest(self) -> int:
