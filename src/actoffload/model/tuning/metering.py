@@ -59,8 +59,6 @@ class TimedPass:
     ----------
     stage : Stage
         What it is for; in `Stage.LEAN` it is measured by group.
-    number : int
-        Of the pass, from 1.
     inputs : sequence of torch.Tensor
         Of the model.
     state : ModelState
@@ -74,14 +72,13 @@ class TimedPass:
     def __init__(
         self,
         stage: Stage,
-        number: int,
         inputs: Sequence[torch.Tensor],
         state: ModelState,
         *,
         memory: bool,
         pinned: int,
     ) -> None:
-        self.stage, self.number, self._memory = stage, number, memory
+        self.stage, self._memory = stage, memory
         self._engine, self._pinned = state.engine, pinned
         self._backend, self._counters = backend, counters = state.engine.backend, state.engine.counters
         self.thread = threading.get_ident()  # that runs its forward

@@ -179,7 +179,7 @@ class Tuner:
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
             pinned = (planned or 0) if stage is Stage.PIN else 0
-            timed = TimedPass(stage, self._number, tensors, self._state, memory=memory, pinned=pinned)
+            timed = TimedPass(stage, tensors, self._state, memory=memory, pinned=pinned)
             self._timed = timed
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
@@ -235,7 +235,7 @@ class Tuner:
         except StopIteration as stop:
             plan: Plan | None = stop.value
             if plan is None:  # an interrupt had ended it
-                self._begin(timed.number + 1, again=True)
+                self._begin(self._number + 1, again=True)
             else:
                 self._settle(plan)
 
