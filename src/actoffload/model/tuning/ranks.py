@@ -119,22 +119,6 @@ class Ranks:
         model = self._model()
         ranks = () if model is None else ranks_of(model)
         self.exchange = Exchange.of("model", ranks) if ranks else None
-        problem = self._compare()
-        if problem:
-            self.exchange = None
-            raise ValueError(problem)
-
-    @contextmanager
-    def _others(self) -> Iterator[Exchange | None]:
-        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
-        try:
-            yield self.exchange
-        except LostRankError as lost:
-            self.exchange = None
-            warn(f"{lost} {ALONE}")
-
-    def _compare(self) -> str:
-        """Return which argument differs between two ranks, in a sentence; empty if none does."""
         own, problem = self._arguments, ""
         with self._others() as exchange:
             if exchange is not None and exchange.leads:
@@ -151,7 +135,18 @@ class Ranks:
                 problem, theirs = exchange.receive(["problem"], FIRST)
                 # It may have come too late.
                 problem = problem or disagreement({exchange.leader: theirs, exchange.rank: own})
-        return problem
+        if problem:
+            self.exchange = None
+            raise ValueError(problem)
+
+    @contextmanager
+    def _others(self) -> Iterator[Exchange | None]:
+        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
+        try:
+            yield self.exchange
+        except LostRankError as lost:
+            self.exchange = None
+            warn(f"{lost} {ALONE}")
 
     # Measuring
 
@@ -163,12 +158,12 @@ class Ranks:
 
     def decision(self, number: int) -> Decision | None:
         """Wait for what a pass is for; None if this rank decides alone from here on."""
-        found: Decision | None = None
         with self._others() as exchange:
             if exchange is not None:
                 keys = self._key(number), self._key("end")
-                found = exchange.receive(keys, f"in pass {number} of the model")
-        return found
+                found: Decision = exchange.receive(keys, f"in pass {number} of the model")
+                return found
+        return None
 
     def show_room(self, room: Room) -> None:
         """Post how much memory this rank has without offloading, as measured first."""
