@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import milliseconds, size
@@ -152,7 +152,6 @@ class Findings:
     ways: Sequence[tuple[Variant, ...]] = ()  # to run each group, the first of them without replay; empty if not known
     link: Link | None = None  # with all ranks copying; None if nothing can be offloaded
     host_limit: int | None = None  # bytes of host memory that a pass may take
-    _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def room(self, lean: TimedPass, backend: Backend) -> Room:
         """Return the room of this rank by the leanest pass, which was measured."""
@@ -260,23 +259,16 @@ class Findings:
         larger = max(tokens / self.tokens, 1.0) * self.largest
         return self.limit - self._most(self.largest, self.device_bytes) + self._most(larger, self.device_bytes)
 
+    @cached_property
     def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
-
-        It is searched once for each plan.
-        """
-        plan = self.plan
-        if plan is None or not self.ways or plan.peak_bytes is None or not plan.baseline_seconds:
+        """What a peak smaller than that of the final plan would cost, in a sentence; empty if that is not known."""
+        plan, peak = self.plan, None if self.plan is None else self.plan.peak_bytes
+        if plan is None or not self.ways or peak is None or not plan.baseline_seconds:
             return ""
-        if self._next is None or self._next[0] is not plan:
-            self._next = plan, self._cost_of_less(plan, plan.peak_bytes)
-        return self._next[1]
-
-    def _cost_of_less(self, plan: Plan, peak: int) -> str:
         found = self.chosen(limit=round(peak * SMALLER))
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= peak:
             return ""
-        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds or found.seconds)
+        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(peak)}"
         budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."

@@ -146,7 +146,7 @@ class Tuner:
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
-        return "" if self._chosen is None else self._chosen.next_choice()
+        return "" if self._chosen is None else self._chosen.next_choice
 
     # One pass
 
