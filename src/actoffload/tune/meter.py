@@ -79,6 +79,8 @@ PASS = "pass"  # what a model has in place of the steps of a pipeline
 
 Place: TypeAlias = tuple[Hashable, Kind, int, bool]
 """Where a border is: its step, see `Meter.step_of`, forward or backward, the group, and whether that ends there."""
+Times: TypeAlias = dict[tuple[Kind, int, bool], float]
+"""Seconds until each border of a step."""
 
 
 class Meter(TimelineRecorder):
@@ -217,9 +219,9 @@ class Meter(TimelineRecorder):
         if not all(map(self._backend.passed, reversed(events))):
             self._backend.synchronize(self._backend.current_device())
 
-    def times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
+    def times(self) -> dict[Hashable, Times]:
         """Return by step the seconds of the device until each border, as if no copy had been waited for."""
-        stalled, found = self._stalls(), dict[Hashable, dict[tuple[Kind, int, bool], float]]()
+        stalled, found = self._stalls(), dict[Hashable, Times]()
         for (step, kind, layer, ends), border in self.borders.items():
             at = self._backend.elapsed(self.first, border.event)
             found.setdefault(step, {})[kind, layer, ends] = at - stalled(at)
@@ -255,9 +257,7 @@ class Span(NamedTuple):
     seconds: float = 0.0
 
 
-def spans(
-    times: Mapping[tuple[Kind, int, bool], float], kind: Kind, groups: Iterable[int], now: float
-) -> dict[int, Span]:
+def spans(times: Times, kind: Kind, groups: Iterable[int], now: float) -> dict[int, Span]:
     """Return the time of each group in a forward or a backward that began at some moment, in the order of the groups.
 
     One that backward never comes to, because nothing in it needs a gradient, has none.
@@ -437,9 +437,7 @@ class StepMeter(Meter):
             Span(median(each[k].gap for each in found), median(each[k].seconds for each in found)) for k in range(count)
         ]
 
-    def _ran(
-        self, stage: int, computation: Computation
-    ) -> list[tuple[float, float, Mapping[tuple[Kind, int, bool], float]]]:
+    def _ran(self, stage: int, computation: Computation) -> list[tuple[float, float, Times]]:
         """Return begin and end of a computation of a stage for each microbatch, with the borders of its groups."""
         kind = _kind(computation)
         return [
@@ -450,7 +448,7 @@ class StepMeter(Meter):
         ]
 
     @cached_property
-    def _times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
+    def _times(self) -> dict[Hashable, Times]:
         return self.times()
 
 
