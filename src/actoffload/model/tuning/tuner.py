@@ -87,7 +87,6 @@ class Tuner:
         self._state, self._engine, self._log = state, state.engine, state.log
         self._policies, self._ranks = policies, ranks
         self._always: Mapping[int, Policy] = policies if always else {}
-        self._optional: Mapping[int, Policy] = {} if always else policies
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
@@ -113,7 +112,8 @@ class Tuner:
         if again and before.limit is not None:
             room_of_all = partial(Room.less, reserve=before.reserve)
         self.found = Findings(budget=before.budget, short=before.short, allocated_before=allocated)
-        steps = Script(self._state, self.found, self._optional, room_of_all).run()
+        optional = {} if self._always else self._policies
+        steps = Script(self._state, self.found, optional, room_of_all).run()
         self.stage, self._steps = next(steps), steps
 
     # What is known
@@ -224,8 +224,12 @@ class Tuner:
         beside, self._unfinished = self._unfinished > 0 and timed.stage is not Stage.FIRST, 0
         if self.stage is None:
             return
-        if self._steps is None:
-            self._show_room(timed)
+        if self._steps is None:  # another rank decides: it needs the room that the leanest pass has shown here
+            if timed.stage is Stage.LEAN and timed.meter is not None:
+                room, before = self.found.room(timed, self._engine.backend), timed.meter.allocated_before
+                # With gradient accumulation, gradients are there before some passes only.
+                self._own = room, max(before, self._own[1] if self._own else 0)
+                self._ranks.show_room(room)
             return
         if beside and self._beside < BESIDE:
             self._beside += 1  # [guard: backward that was skipped once] its graph lived in this pass
@@ -308,14 +312,6 @@ class Tuner:
         return self._roles
 
     # Other ranks
-
-    def _show_room(self, timed: TimedPass) -> None:
-        """Post how much room this rank has, as the leanest pass has shown."""
-        if timed.stage is Stage.LEAN and timed.meter is not None:
-            room, before = self.found.room(timed, self._engine.backend), timed.meter.allocated_before
-            # With gradient accumulation, gradients are there before some passes only.
-            self._own = room, max(before, self._own[1] if self._own else 0)
-            self._ranks.show_room(room)
 
     def _follow(self) -> None:
         """Take what another rank decided for this pass.
