@@ -52,16 +52,6 @@ class Border:
     gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A copy, or a wait for one, between two events of its stream."""
-
-    kind: Kind
-    begun: StreamEvent
-    ended: StreamEvent
-    nbytes: int
-
-
 class Copy(NamedTuple):
     """When a copy ran, in seconds since the first border of the step, and its bytes."""
 
@@ -107,7 +97,6 @@ class Meter(TimelineRecorder):
         self._temporary = 0
         self._allocated = self.allocated_before = self._sample()[0]
         self.borders: dict[Place, Border] = {}  # in the order in which the host came to them
-        self._transfers: list[_Transfer] = []
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
@@ -139,7 +128,7 @@ class Meter(TimelineRecorder):
         self._spent += backend.host_time() - now
         yield
         now = backend.host_time()
-        self._transfers.append(_Transfer(kind, begun, backend.record_timed(stream), nbytes))
+        self._spans.append((kind, layer, begun, backend.record_timed(stream), nbytes))
         self._spent += backend.host_time() - now
 
     def step_of(self, owner: Pass) -> Hashable:
@@ -156,7 +145,7 @@ class Meter(TimelineRecorder):
         if ends and (step, kind, layer, False) not in self.borders:  # [guard: end without a start]
             return
         if not ends and self.keeps_busy:
-            self._let_host_ahead()
+            self._let_host_ahead(layer)
         event = self._backend.record_timed(current_stream(self._backend))
         now = self._backend.host_time()
         host = now - self._spent
@@ -174,7 +163,7 @@ class Meter(TimelineRecorder):
         assert isinstance(owner, Pass)
         return max(self._allocated - _on_device(owner), 0) if self._allocated else 0
 
-    def _let_host_ahead(self) -> None:
+    def _let_host_ahead(self, layer: int) -> None:
         """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
         backend, now = self._backend, self._backend.host_time()
         stream = current_stream(backend)
@@ -182,7 +171,7 @@ class Meter(TimelineRecorder):
         if self._start is not None and backend.passed(self._start[0]):
             backend.occupy(min(2 * (now - self._start[1]), LONGEST))
             ended = backend.record_timed(stream)
-            self._transfers.append(_Transfer(Kind.STALL, begun, ended, 0))
+            self._spans.append((Kind.STALL, layer, begun, ended, 0))
         self._start = ended, now
 
     def _sample(self) -> tuple[int, int]:
@@ -214,8 +203,7 @@ class Meter(TimelineRecorder):
 
     def wait(self) -> None:
         """Wait until the device has passed all borders and copies, so that they may be read."""
-        events = [border.event for border in self.borders.values()]
-        events += [transfer.ended for transfer in self._transfers]
+        events = [*(border.event for border in self.borders.values()), *(ended for *_, ended, _ in self._spans)]
         if not all(map(self._backend.passed, reversed(events))):
             self._backend.synchronize(self._backend.current_device())
 
@@ -235,8 +223,8 @@ class Meter(TimelineRecorder):
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
         first, elapsed = self.first, self._backend.elapsed
-        waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
-        stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
+        waits = [(begun, ended) for kind, _, begun, ended, _ in self._spans if kind is Kind.STALL]
+        stalls = [(elapsed(first, ended), elapsed(begun, ended)) for begun, ended in waits]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
         ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
         return lambda now: until[bisect_right(ends, now)]
@@ -244,9 +232,10 @@ class Meter(TimelineRecorder):
     def copies(self, kind: Kind) -> list[Copy]:
         """Return the copies in one direction, in the order in which they ran."""
         first, elapsed = self.first, self._backend.elapsed
-        found = [transfer for transfer in self._transfers if transfer.kind is kind]
         return sorted(
-            Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
+            Copy(elapsed(first, begun), elapsed(first, ended), nbytes)
+            for copied, _, begun, ended, nbytes in self._spans
+            if copied is kind
         )
 
 
