@@ -149,14 +149,7 @@ class Begun(NamedTuple):
 class Replays:
     """What is known of the groups among the followed modules of a model.
 
-    Parameters
-    ----------
-    modules : sequence of FollowedModule
-        All of them, the model first.
-    backend : Backend
-        Of the model.
-    min_bytes : callable
-        Returns the size below which values stay.
+    `min_bytes` returns the size in bytes below which values stay.
     """
 
     def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: Callable[[], int]) -> None:

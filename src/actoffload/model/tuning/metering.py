@@ -55,28 +55,12 @@ class Peak(NamedTuple):
 class TimedPass:
     """One pass of the model, which begins now: what it is for, how long it takes, and what it saves.
 
-    Parameters
-    ----------
-    stage : Stage
-        What it is for; in `Stage.LEAN` it is measured by group.
-    inputs : sequence of torch.Tensor
-        Of the model.
-    state : ModelState
-        Of the model.
-    memory : bool
-        Whether its peak is read, which takes longer.
-    pinned : int
-        Bytes of host memory up to which a thread pins beside it; 0 for none.
+    In `Stage.LEAN` it is measured by group.  With `memory` its peak is read, which takes longer.  Beside it a thread
+    pins host memory up to `pinned` bytes.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        inputs: Sequence[torch.Tensor],
-        state: ModelState,
-        *,
-        memory: bool,
-        pinned: int,
+        self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool, pinned: int
     ) -> None:
         self.stage, self._memory = stage, memory
         self._engine, self._pinned = state.engine, pinned

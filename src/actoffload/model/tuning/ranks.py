@@ -80,24 +80,12 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
 class Ranks:
     """The ranks of one model, which meet in its first forward; see [Note: ranks decide together].
 
-    Measuring and what follows it is one epoch, numbered from 0.
-
-    Parameters
-    ----------
-    model : weak reference to a module
-        The model.
-    arguments : mapping of str to str
-        What this rank passed to `offload`, as text.
-
-    Attributes
-    ----------
-    exchange : Exchange, optional
-        None if this rank decides alone.
+    Measuring and what follows it is one epoch, numbered from 0.  `arguments` are what this rank passed to `offload`.
     """
 
     def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
         self._model, self._arguments = model, arguments
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | None = None  # None if this rank decides alone
         self._epoch = 0
         self._again: int | None = None  # pass with which the next epoch begins
         self._asked = False  # for a new epoch

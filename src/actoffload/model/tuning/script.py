@@ -54,14 +54,8 @@ class Script:
 
     It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
 
-    Parameters
-    ----------
-    state, policies
-        As in `Tuner`.
-    found : Findings
-        Takes what the passes show; it has what is known before them.
-    room_of_all : callable
-        From the room of this rank to the room with which a plan fits in all ranks.
+    `found` has what is known before the passes, and takes what they show.  `policies` are those of the groups that
+    plans may replay.  `room_of_all` returns the room with which a plan fits in all ranks, from that of this rank.
     """
 
     def __init__(

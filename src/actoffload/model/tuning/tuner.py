@@ -54,25 +54,8 @@ UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 class Tuner:
     """Gives each pass its purpose, and keeps the plan as long as it fits.
 
-    Parameters
-    ----------
-    state : ModelState
-        Of the model.
-    budget : int, optional
-        Bytes of device memory that forward and backward may take; None for all that there are.
-    policies : mapping of int to Policy
-        By group: how it is replayed.
-    ranks : Ranks
-        That run the model together.
-    always : bool
-        Whether groups are replayed in any case; otherwise if the memory is not enough.
-
-    Attributes
-    ----------
-    stage : Stage or None
-        Of the next pass; None once there is a plan.
-    found : Findings
-        What the script that runs, or ran last, has found.
+    `budget` is the device memory in bytes that forward and backward may take, None for all that there is.  `policies`
+    have for each group how it is replayed: `always`, or only if the memory is not enough.
     """
 
     def __init__(
@@ -97,8 +80,8 @@ class Tuner:
         self._unfinished = self._passed_over = self._larger = 0  # passes in a row
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
-        self.found = Findings(budget=budget)
-        self.stage: Stage | None = None
+        self.found = Findings(budget=budget)  # of the script that runs, or ran last
+        self.stage: Stage | None = None  # of the next pass; None once there is a plan
         self._steps: Steps | None = None  # none where another rank decides
         self._begin(1)
 
