@@ -192,7 +192,7 @@ class Tracker:
         """Begin to replay the call of a group; return what calls it if backward runs it again as a whole."""
         thread, followed = self._thread, call.followed
         policy = thread.settings.recompute.get(followed.group)
-        if policy is None or call.part or not torch.is_grad_enabled():
+        if policy is None or not torch.is_grad_enabled():
             return None
         assert thread.current is not None
         packer = Packer()
@@ -375,8 +375,7 @@ class Tracker:
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
-            sequence = tuple(current.order.started)
-            self.steering.pass_ends(current, sequence)
+            self.steering.pass_ends(current, tuple(current.order.started))
 
     # Removal
 
