@@ -142,16 +142,8 @@ class RefusedError(Exception):
 class Exchange:
     """The messages of one meeting of ranks; any method may raise a `LostRankError`.
 
-    Parameters
-    ----------
-    name : str
-        The same in all ranks, and of no other meeting.
-    rank : int
-        Global rank of this process.
-    ranks : sequence of int
-        Global ranks that take part; the first one leads.
-    store : callable, optional
-        Returns the store, or None if there is none any more; that of the default process group unless given.
+    The `name` is the same in all ranks, and of no other meeting.  Of the global `ranks` that take part the first one
+    leads.  `store` returns the store, None if there is none any more; by default that of the default process group.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:

@@ -76,12 +76,8 @@ Times: TypeAlias = dict[tuple[Kind, int, bool], float]
 class Meter(TimelineRecorder):
     """Records borders of groups and copies, at a cost of some microseconds each.
 
-    Parameters
-    ----------
-    memory : bool
-        Also read how much device memory is allocated at each border, which takes longer.
-    modules : iterable of Module
-        Whose gradients are counted at each border.
+    With `memory` it also reads how much device memory is allocated at each border, which takes longer.  There it counts
+    the gradients of `modules`.
     """
 
     levels = False
@@ -318,11 +314,7 @@ class StepMeter(Meter):
     """Records the copies of a step of a schedule, its computations and their groups, and the memory at them.
 
     It is installed as the recorder of the engine; the conductor calls `note` where a computation begins and ends.
-
-    Parameters
-    ----------
-    standing : mapping of int to Standing, optional
-        By stage; memory is read only if it is given, which takes time of the host.
+    Memory is read only if `standing` is given, by stage: that takes time of the host.
     """
 
     keeps_busy = False  # other ranks would wait

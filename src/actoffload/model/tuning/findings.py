@@ -276,13 +276,8 @@ class Findings:
     def fits(self, elements: int, in_use: int = 0) -> bool:
         """Return whether a pass with the plan is within the limit, or takes no more than it did when it was planned.
 
-        Parameters
-        ----------
-        elements : int
-            Of its inputs.
-        in_use : int
-            Bytes that are allocated before it.  An optimizer allocates its states in its first step, which may come
-            after the first passes.
+        Its inputs have so many `elements`; `in_use` bytes are allocated before it.  An optimizer allocates its states
+        in its first step, which may come after the first passes.
         """
         if self.limit is None:
             return True
