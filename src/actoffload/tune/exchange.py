@@ -83,10 +83,8 @@ def _plain(value: Any) -> Any:
         return {_known(value): value.name}
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {_known(value): {name: _plain(item) for name, item in value._asdict().items()}}
-    if is_dataclass(value):
-        names = (field.name for field in fields(value) if field.init)
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
         return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
     if isinstance(value, Mapping):
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
