@@ -39,8 +39,7 @@ def measured_link(meter: Meter) -> Link | None:
     """Return the link with the rates of the copies in a step, as they ran; None if a direction had none."""
     out, back = meter.copies(Kind.D2H), meter.copies(Kind.H2D)
     beside = list(map(_beside(back), out)), list(map(_beside(out), back))
-    rates = list(map(_rate, (out, back), beside))
-    first, second = rates
+    first, second = map(_rate, (out, back), beside)
     if first is None or second is None:
         return None
     together = (sum(beside[0]) + sum(beside[1])) / 2
