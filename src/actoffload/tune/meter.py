@@ -81,7 +81,7 @@ class Meter(TimelineRecorder):
     """
 
     levels = False
-    keeps_busy = True  # the device, where events would measure the host
+    measures_model = True  # the device is kept busy, where events would measure the host
 
     def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
         super().__init__(backend, counters)
@@ -134,13 +134,15 @@ class Meter(TimelineRecorder):
         return PASS if self._owner is not None and owner is self._owner() else None
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
-        step = self.step_of(owner) if isinstance(owner, Pass) else None
+        if not isinstance(owner, Pass):
+            return
+        step = self.step_of(owner)
         place = step, kind, layer, ends
         if step is None or place in self.borders:
             return
         if ends and (step, kind, layer, False) not in self.borders:  # [guard: end without a start]
             return
-        if not ends and self.keeps_busy:
+        if not ends and self.measures_model:
             self._let_host_ahead(layer)
         event = self._backend.record_timed(current_stream(self._backend))
         now = self._backend.host_time()
@@ -150,14 +152,9 @@ class Meter(TimelineRecorder):
         self._between, self._temporary = ends, 0
         # Forwards make none, and it takes long.
         gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
-        other = self._other_bytes(owner)
+        other = max(allocated - _on_device(owner), 0) if allocated and self.measures_model else 0
         self.borders[place] = Border(event, host, allocated, temporary, other, gradients)
         self._spent += self._backend.host_time() - now
-
-    def _other_bytes(self, owner: object) -> int:
-        """Return the bytes that are allocated and are no activations which can be offloaded."""
-        assert isinstance(owner, Pass)
-        return max(self._allocated - _on_device(owner), 0) if self._allocated else 0
 
     def _let_host_ahead(self, layer: int) -> None:
         """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
@@ -317,7 +314,7 @@ class StepMeter(Meter):
     Memory is read only if `standing` is given, by stage: that takes time of the host.
     """
 
-    keeps_busy = False  # other ranks would wait
+    measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
     def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
         super().__init__(backend, counters, memory=bool(standing))
@@ -391,10 +388,6 @@ class StepMeter(Meter):
     def step_of(self, owner: Pass) -> Hashable:
         """Return what the stage of a pass computes; None if that is not followed."""
         return self._computing.get(owner.model) if isinstance(owner, ModelPass) else None
-
-    def _other_bytes(self, owner: object) -> int:
-        """Return nothing: other memory is counted in the whole step."""
-        return 0
 
     def computations(self, stage: int, computation: Computation) -> float | None:
         """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
