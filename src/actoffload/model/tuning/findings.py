@@ -203,17 +203,9 @@ class Findings:
     def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None, *, proves: bool = False) -> Fit:
         """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
 
-        Parameters
-        ----------
-        tokens : int
-            Elements of the largest of the inputs.
-        limit : int, optional
-            Bytes of device memory that the pass may take; by default those of the device or the budget.
-        host_bytes : int, optional
-            Bytes of host memory that it may take.
-        proves : bool
-            Whether the limit has to leave room for one tensor more: the first pass makes each value again beside the
-            one that is there.
+        `tokens` are the elements of the largest of the inputs.  The pass may take `limit` bytes of device memory, by
+        default those of the device or the budget, and `host_bytes` of host memory.  If it `proves`, the limit has to
+        leave room for one tensor more: the first pass makes each value again beside the one that is there.
         """
         assert self.plan is not None
         limit = self._limit_at(tokens, limit)
