@@ -106,10 +106,7 @@ def explain(
 
 
 def _lines(
-    state: ModelState,
-    done: ModelPass[GroupKey] | None,
-    calls: Sequence[FollowedModule],
-    steering: Steering,
+    state: ModelState, done: ModelPass[GroupKey] | None, calls: Sequence[FollowedModule], steering: Steering
 ) -> Iterator[str]:
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}

@@ -24,16 +24,7 @@ from ..schedule.plan import Plan
 from .follow import ModelState
 from .replays import OperatorTimes
 
-__all__ = [
-    "ByPlan",
-    "BySchedule",
-    "Mode",
-    "PassSettings",
-    "RolesOfPlan",
-    "Steering",
-    "recomputing",
-    "scheduled_plan",
-]
+__all__ = ["ByPlan", "BySchedule", "Mode", "PassSettings", "RolesOfPlan", "Steering", "recomputing", "scheduled_plan"]
 
 
 class Mode(enum.Enum):

@@ -59,11 +59,7 @@ class Script:
     """
 
     def __init__(
-        self,
-        state: ModelState,
-        found: Findings,
-        policies: Mapping[int, Policy],
-        room_of_all: Callable[[Room], Room],
+        self, state: ModelState, found: Findings, policies: Mapping[int, Policy], room_of_all: Callable[[Room], Room]
     ) -> None:
         self._state, self._policies, self._room_of_all = state, policies, room_of_all
         self._backend, self._host_room = state.engine.backend, state.engine.host_room

@@ -59,13 +59,7 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        state: ModelState,
-        budget: int | None,
-        policies: Mapping[int, Policy],
-        ranks: Ranks,
-        *,
-        always: bool,
+        self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: Ranks, *, always: bool
     ) -> None:
         self._state, self._engine, self._log = state, state.engine, state.log
         self._policies, self._ranks = policies, ranks
