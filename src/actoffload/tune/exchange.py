@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
-_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 
 
 class UnreadableError(Exception):
@@ -112,8 +112,6 @@ def _made(plain: Any) -> Any:
     ((name, content),) = plain.items()
     if name in _containers:
         return _containers[name](_made(content))
-    if name == "dict":
-        return {_made(key): _made(item) for key, item in content}
     kind = _kinds[name]
     if issubclass(kind, enum.Enum):
         return kind[content]
