@@ -153,8 +153,7 @@ class Tracker:
             thread.current = None
             self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             current = None
-        busy = bool(self._running)
-        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=busy)
+        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
         if settings.mode is Mode.IDLE:
             thread.calls.append(Call(followed))
             thread.idle = True

@@ -130,10 +130,9 @@ class Tuner:
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
+            self._alone = alone and not busy
             if alone or busy:
-                self._alone = not busy
                 return self._whole()
-            self._alone = False
             aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
             if aside:
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
