@@ -26,7 +26,7 @@ What a module saves is not known before the first forward, so leaves are counted
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from torch.jit import ScriptModule
@@ -249,8 +249,5 @@ def _leaves(modules: Iterable[Module]) -> set[Module]:
 
 def _same_width(blocks: Iterable[Module]) -> bool:
     """Return whether parameters of one name have the same shape in all blocks of a type."""
-    found = defaultdict[tuple[type, str], set[object]](set)
-    for block in blocks:
-        for name, shape in shapes(block):
-            found[block_type(block), name].add(shape)
-    return all(len(each) == 1 for each in found.values())
+    found = {(block_type(block), name, shape) for block in blocks for name, shape in shapes(block)}
+    return len(found) == len({(kind, name) for kind, name, _ in found})

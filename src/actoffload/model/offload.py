@@ -21,15 +21,7 @@ from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
-from .select import (
-    Names,
-    check_entries,
-    find_groups,
-    followed_modules,
-    planned_modules,
-    split_default,
-    written,
-)
+from .select import Names, check_entries, find_groups, followed_modules, planned_modules, split_default, written
 from .steering import ByPlan, BySchedule, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner

@@ -21,7 +21,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
-from .._text import fold_names
+from .._text import fold, fold_names
 from .._torch.autograd import NO_BACKWARD, backward_id, in_transform, saved_tensor_hooks
 from .._torch.modules import is_compiled, opaque, registered
 from .._torch.tensors import address, storage_address, tree_flatten, tree_leaves, tree_unflatten
@@ -149,24 +149,17 @@ class Begun(NamedTuple):
 class Replays:
     """What is known of the groups among the followed modules of a model.
 
-    Parameters
-    ----------
-    modules : sequence of FollowedModule
-        All of them, the model first.
-    backend : Backend
-        Of the model.
-    min_bytes : callable
-        Returns the size below which values stay.
+    `min_bytes` returns the size in bytes below which values stay.
     """
 
     def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: Callable[[], int]) -> None:
         self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
         self._groups: dict[int, _Group] = {}
         self._alone: dict[int, bool] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: dict[str, str] = {}  # by the name of a module: why its calls are not replayed
         self._passes = 0
         self._timed: Counter[Hashable] = Counter()  # by what a program does: groups in which it was timed in this pass
-        self._numbers = [followed.group for followed in modules if followed.group >= 0]
+        self._count = sum(followed.group >= 0 for followed in modules)  # of groups, which are numbered from 0
         self.alarm = Alarm(backend)
         self.proven_bytes = 0  # that were compared in all bits
 
@@ -198,10 +191,10 @@ class Replays:
         """
         self.alarm.look()
         group, module = followed.group, followed.module
-        self._refused.pop(group, None)
+        self._refused.pop(followed.name, None)
         obstacle = self._obstacle(followed)
         if obstacle:
-            self._refused[group] = obstacle
+            self._refused[followed.name] = obstacle
             return None
         known = self._groups.get(group)
         if known is None:
@@ -214,7 +207,7 @@ class Replays:
             known.states.insert(0, attributes)
         if followed.compiled or attributes.is_compiled:
             if attributes.has_statistics:  # running statistics of compiled code
-                self._refused[group] = STATISTICS
+                self._refused[followed.name] = STATISTICS
                 return None
             if operators is None:
                 return partial(_run_again, None)
@@ -237,15 +230,15 @@ class Replays:
             program = Program(kind.trace, policy, self._min_bytes(), kind.banned, may_redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
-            self._refused[group] = CAPTURED
+            self._refused[followed.name] = CAPTURED
             return None
         timed = None if operators is None or capturing else self._measure
         if program is None and _in_functional_call():  # [guard: functional call]
-            self._refused[group] = FUNCTIONAL
+            self._refused[followed.name] = FUNCTIONAL
             return None
         found = program or Tracer(module, tensors, policy, lambda: current_stream(self._backend))
         proves = not capturing and (kind.calls < PROVEN or timed is not None)
-        compares_all = bool(self._numbers) and group == self._numbers[self._passes % len(self._numbers)]
+        compares_all = group == self._passes % self._count
         call = Call(
             found,
             attributes.modules,
@@ -302,15 +295,12 @@ class Replays:
 
     def refused(self) -> dict[str, str]:
         """Return why groups are not replayed though they should be, by name."""
-        names = {followed.group: group_name(followed.name) for followed in self._modules}
-        return {names[group]: reason for group, reason in self._refused.items()}
+        return {group_name(name): reason for name, reason in self._refused.items()}
 
     def refusals(self) -> str:
         """Return which groups are not replayed though they should be, and why, in sentences; empty if all are."""
-        names: dict[str, list[str]] = {}
-        for name, reason in self.refused().items():
-            names.setdefault(reason, []).append(name)
-        return " ".join(f"Not recomputed, {reason}: {fold_names(each)}." for reason, each in names.items())
+        alike = fold(self.refused().items(), lambda refused: refused[1])
+        return " ".join(f"Not recomputed, {each[0][1]}: {fold_names(name for name, _ in each)}." for each in alike)
 
 
 def _run_again(counted: Callable[..., Any] | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -427,10 +417,7 @@ class OperatorTimes:
         Groups with the same operators and sizes take the same time: the median of those that were timed.
         """
         found: dict[int, list[OperatorCost]] = {}
-        alike: dict[Hashable, list[int]] = {}
-        for group, (program, _) in self._known.items():
-            alike.setdefault(_work_of(program), []).append(group)
-        for groups in alike.values():
+        for groups in fold(self._known, lambda group: _work_of(self._known[group][0])):
             timed = [times.values() for group in groups if (times := self._known[group][1])]
             if timed:
                 pairs_of_steps = zip(*timed, strict=True)

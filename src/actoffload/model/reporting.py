@@ -30,11 +30,10 @@ def describe(state: ModelState, plan: Plan, condition: str) -> str:
     names, kinds = state.names(), state.plans.kinds(state.plans.order)
     shown = f" ({condition})" if condition else ""
     lines = [f"offload of {state.root.name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
-    for kind in dict.fromkeys(kinds):
-        of_kind = [k for k, other in enumerate(kinds) if other == kind]
+    for of_kind in fold(range(len(kinds)), kinds.__getitem__):
         offloaded = [names[k] for k in of_kind if k in plan.offloaded]
         kept = [names[k] for k in of_kind if k not in plan.offloaded]
-        lines.append(f"  {kind}: {len(offloaded)} of {len(of_kind)} offloaded")
+        lines.append(f"  {kinds[of_kind[0]]}: {len(offloaded)} of {len(of_kind)} offloaded")
         lines += [f"    offloaded  {fold_names(offloaded, most=6)}"] if offloaded else []
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
     if plan.recomputed:
@@ -106,10 +105,7 @@ def explain(
 
 
 def _lines(
-    state: ModelState,
-    done: ModelPass[GroupKey] | None,
-    calls: Sequence[FollowedModule],
-    steering: Steering,
+    state: ModelState, done: ModelPass[GroupKey] | None, calls: Sequence[FollowedModule], steering: Steering
 ) -> Iterator[str]:
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}

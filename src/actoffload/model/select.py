@@ -52,20 +52,12 @@ _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an itera
 
 
 class Names:
-    """The names of the modules of a model; a wrapper has the name of what it wraps, and stands for it.
-
-    Attributes
-    ----------
-    modules : dict of str to torch.nn.Module
-        In registration order; a module that is registered twice has two names.
-    first : dict of torch.nn.Module to str
-        The first name of each module, also of those in wrappers.
-    """
+    """The names of the modules of a model; a wrapper has the name of what it wraps, and stands for it."""
 
     def __init__(self, root: Module) -> None:
         self.root, self.title = root, block_type(root).__name__
-        self.modules: dict[str, Module] = {}
-        self.first: dict[Module, str] = {}
+        self.modules: dict[str, Module] = {}  # in registration order; one that is registered twice has two names
+        self.first: dict[Module, str] = {}  # the first name of each module, also of those in wrappers
         self._add(root, "", ())
 
     def _add(self, module: Module, name: str, above: tuple[Module, ...]) -> None:

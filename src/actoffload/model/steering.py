@@ -24,16 +24,7 @@ from ..schedule.plan import Plan
 from .follow import ModelState
 from .replays import OperatorTimes
 
-__all__ = [
-    "ByPlan",
-    "BySchedule",
-    "Mode",
-    "PassSettings",
-    "RolesOfPlan",
-    "Steering",
-    "recomputing",
-    "scheduled_plan",
-]
+__all__ = ["ByPlan", "BySchedule", "Mode", "PassSettings", "RolesOfPlan", "Steering", "recomputing", "scheduled_plan"]
 
 
 class Mode(enum.Enum):
@@ -62,14 +53,8 @@ class Steering(Protocol):
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward that begins now is followed.
 
-        Parameters
-        ----------
-        inputs : tuple
-            Arguments and keyword arguments of the module that is called.
-        alone : bool
-            A group is called, and not the model itself.
-        busy : bool
-            Another thread runs a forward of the model.
+        `inputs` are the arguments and keyword arguments of the module that is called.  If it is `alone`, that is a
+        group and not the model itself; if it is `busy`, another thread runs a forward of the model.
         """
 
     def forward_ends(self, output: Any) -> None:

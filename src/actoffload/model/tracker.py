@@ -131,8 +131,7 @@ class Tracker:
         thread.calls.append(call)
         if followed.role is GROUP:
             self._suspend_outer()  # [guard: outer group while an inner one runs]
-            self._start_group(call, tensors_in((args, kwargs)))
-        self._resume()
+        self._resume(tensors_in((args, kwargs)))
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
     def _begin_forward(self, followed: FollowedModule, args: Any, kwargs: Any) -> bool:
@@ -154,8 +153,7 @@ class Tracker:
             thread.current = None
             self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             current = None
-        busy = bool(self._running)
-        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=busy)
+        settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
         if settings.mode is Mode.IDLE:
             thread.calls.append(Call(followed))
             thread.idle = True
@@ -192,7 +190,7 @@ class Tracker:
         """Begin to replay the call of a group; return what calls it if backward runs it again as a whole."""
         thread, followed = self._thread, call.followed
         policy = thread.settings.recompute.get(followed.group)
-        if policy is None or call.part or not torch.is_grad_enabled():
+        if policy is None or not torch.is_grad_enabled():
             return None
         assert thread.current is not None
         packer = Packer()
@@ -213,13 +211,6 @@ class Tracker:
             self.warned.append(message)
             warn(f"{message} This is reported once.")
 
-    def _start_group(self, call: Call, inputs: Iterable[torch.Tensor]) -> None:
-        thread, followed = self._thread, call.followed
-        assert thread.current is not None
-        assert thread.owned is not None
-        key = GroupKey(followed.group, call.part)
-        call.layer = thread.current.group_start(key, inputs, GroupTensors(followed.module, thread.owned))
-
     def _suspend_outer(self) -> None:
         """End the current part of an outer group, because an inner group begins."""
         for call in reversed(self._thread.calls[:-1]):
@@ -229,19 +220,22 @@ class Tracker:
                     call.part += 1
                 return
 
-    def _resume(self) -> None:
-        """Pack what is saved from here on for the innermost call."""
+    def _resume(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+        """Pack what is saved from here on for the innermost call, which begins with `inputs` or continues."""
         thread = self._thread
         current, call = thread.current, thread.calls[-1]
         assert current is not None
-        if call.followed.role is GROUP and call.layer is None:  # it continues after an inner group
-            self._start_group(call, ())
+        followed = call.followed
+        if followed.role is GROUP and call.layer is None:  # it begins, or continues after an inner group
+            assert thread.owned is not None
+            key = GroupKey(followed.group, call.part)
+            call.layer = current.group_start(key, inputs, GroupTensors(followed.module, thread.owned))
         if thread.scoped and not self._install_here(current, call):
             return
-        if call.followed.role is ROOT:
+        if followed.role is ROOT:
             assert thread.between is not None
             thread.packer.take_aside(thread.between)
-        elif call.followed.role is KEPT:
+        elif followed.role is KEPT:
             thread.packer.take_aside(current.packer_outside(withheld=True))
         else:
             assert call.layer is not None
@@ -297,7 +291,11 @@ class Tracker:
         """
         thread = self._thread
         if thread.hooks is None and not depth:
-            self._leave()
+            thread.calls.clear()
+            thread.idle = False
+            self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
+            self._engine.stop_pinning()  # [guard: pinning behind a forward]
+            self._finish()
         if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return
         if thread.current is not None:
@@ -331,14 +329,6 @@ class Tracker:
         if not self._stopped and (mine or calls or (done is not None and not certain)):
             done = None if thread.idle else thread.current or done
             explain(error, self._state, done, calls, self.steering)
-
-    def _leave(self) -> None:
-        """Note that this thread is in no forward; may be repeated after an interrupt."""
-        self._thread.calls.clear()
-        self._thread.idle = False
-        self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
-        self._engine.stop_pinning()  # [guard: pinning behind a forward]
-        self._finish()
 
     def _end_group(self, call: Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer
@@ -375,8 +365,7 @@ class Tracker:
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
-            sequence = tuple(current.order.started)
-            self.steering.pass_ends(current, sequence)
+            self.steering.pass_ends(current, tuple(current.order.started))
 
     # Removal
 

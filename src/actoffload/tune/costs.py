@@ -30,14 +30,16 @@ HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
+# Fields of `LayerCost`, in the order in which the parts of a group run.
+TIMES = "gap_forward", "forward", "gap_backward", "backward"
+TEMPORARIES = "gap_forward_temporary", "forward_temporary", "gap_backward_temporary", "backward_temporary"
 
 
 def measured_link(meter: Meter) -> Link | None:
     """Return the link with the rates of the copies in a step, as they ran; None if a direction had none."""
     out, back = meter.copies(Kind.D2H), meter.copies(Kind.H2D)
     beside = list(map(_beside(back), out)), list(map(_beside(out), back))
-    rates = list(map(_rate, (out, back), beside))
-    first, second = rates
+    first, second = map(_rate, (out, back), beside)
     if first is None or second is None:
         return None
     together = (sum(beside[0]) + sum(beside[1])) / 2
@@ -133,7 +135,7 @@ def layer_costs(
         borders = meter.around(k)
         least = min((border.other_bytes for border in borders if border is not None), default=0)
         first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
-        temporaries = [0 if border is None else border.temporary for border in borders]
+        temporaries = (0 if border is None else border.temporary for border in borders)
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k])
         host_forward, host_backward = (host.get((kind, kinds[k]), 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
         costs.append(
@@ -144,10 +146,7 @@ def layer_costs(
                 gap_forward=gap_forward,
                 gap_backward=gap_backward,
                 other_bytes=(first, second, third, fourth),
-                gap_forward_temporary=temporaries[0],
-                forward_temporary=temporaries[1],
-                gap_backward_temporary=temporaries[2],
-                backward_temporary=temporaries[3],
+                **dict(zip(TEMPORARIES, temporaries, strict=True)),
                 unpacks_at_once=k in compiled,
                 host_forward=max(host_forward - HOST_SECONDS * len(saved), 0.0),
                 host_backward=max(host_backward - HOST_SECONDS * len(saved), 0.0),
@@ -172,17 +171,10 @@ def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCo
     others = zip(cost.other_bytes, fixed, strict=True)
     first, second, third, fourth = (min(now, least) + math.ceil(more * max(now - least, 0)) for now, least in others)
     return replace(
-        cost,
-        forward=factor * cost.forward,
-        backward=factor * cost.backward,
-        gap_forward=factor * cost.gap_forward,
-        gap_backward=factor * cost.gap_backward,
-        saved=cost.with_bytes(factor).saved,
+        cost.with_bytes(factor),
         other_bytes=(first, second, third, fourth),
-        forward_temporary=math.ceil(more * cost.forward_temporary),
-        backward_temporary=math.ceil(more * cost.backward_temporary),
-        gap_forward_temporary=math.ceil(more * cost.gap_forward_temporary),
-        gap_backward_temporary=math.ceil(more * cost.gap_backward_temporary),
+        **{name: factor * getattr(cost, name) for name in TIMES},
+        **{name: math.ceil(more * getattr(cost, name)) for name in TEMPORARIES},
     )
 
 

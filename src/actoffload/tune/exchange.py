@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
-_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 
 
 class UnreadableError(Exception):
@@ -83,10 +83,8 @@ def _plain(value: Any) -> Any:
         return {_known(value): value.name}
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {_known(value): {name: _plain(item) for name, item in value._asdict().items()}}
-    if is_dataclass(value):
-        names = (field.name for field in fields(value) if field.init)
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
         return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
     if isinstance(value, Mapping):
         return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
@@ -114,8 +112,6 @@ def _made(plain: Any) -> Any:
     ((name, content),) = plain.items()
     if name in _containers:
         return _containers[name](_made(content))
-    if name == "dict":
-        return {_made(key): _made(item) for key, item in content}
     kind = _kinds[name]
     if issubclass(kind, enum.Enum):
         return kind[content]
@@ -142,16 +138,8 @@ class RefusedError(Exception):
 class Exchange:
     """The messages of one meeting of ranks; any method may raise a `LostRankError`.
 
-    Parameters
-    ----------
-    name : str
-        The same in all ranks, and of no other meeting.
-    rank : int
-        Global rank of this process.
-    ranks : sequence of int
-        Global ranks that take part; the first one leads.
-    store : callable, optional
-        Returns the store, or None if there is none any more; that of the default process group unless given.
+    The `name` is the same in all ranks, and of no other meeting.  Of the global `ranks` that take part the first one
+    leads.  `store` returns the store, None if there is none any more; by default that of the default process group.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
@@ -179,10 +167,15 @@ class Exchange:
         return bool(self._call("check", [self._path(key)]))
 
     def find(self, keys: Sequence[str], limit: float) -> str | None:
-        """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
+        """Wait until there is a message with one of some keys, and return the first of these; None after the limit.
+
+        Raises a `RefusedError` if a rank refuses.
+        """
         begun = time.monotonic()
         while True:
-            if any(map(self.has, keys)):
+            if any(map(self.has, (REFUSED, *keys))):
+                if self.has(REFUSED):
+                    raise RefusedError(self._read(REFUSED))
                 # A rank answers before it leaves, and both may have come since the first look.
                 return next(key for key in keys if self.has(key))
             waited = time.monotonic() - begun
@@ -223,12 +216,10 @@ class Exchange:
             if rank in self._gone:
                 continue
             own, left = f"{key} {rank}", f"gone {rank}"
-            at = self.find([REFUSED, own, left], max(until - time.monotonic(), 0.0))
+            at = self.find([own, left], max(until - time.monotonic(), 0.0))
             if at == own:
                 found[rank] = self.take(own)
                 continue
-            if at == REFUSED:
-                self._raise_refusal()
             self._gone.add(rank)
             missing += [rank] if at is None else []
         return found, missing
@@ -236,11 +227,9 @@ class Exchange:
     def receive(self, keys: Iterable[str], where: str) -> Any:
         """Wait for an answer with one of some keys, and return it; `where` says where this rank waits for it."""
         left = f"gone {self.leader}"
-        key = self.find([REFUSED, *keys, left], LIMIT)
+        key = self.find([*keys, left], LIMIT)
         if key is None:
             raise LostRankError(self.waited([self.leader], where))
-        if key == REFUSED:
-            self._raise_refusal()
         if key == left:
             raise LostRankError(_ended(self.leader))
         return self.take(key, len(self.ranks) - 1)
@@ -280,9 +269,6 @@ class Exchange:
         """Let the others not wait for this rank."""
         with suppress(LostRankError):
             self.post(f"gone {self.rank}", True)
-
-    def _raise_refusal(self) -> NoReturn:
-        raise RefusedError(self._read(REFUSED))
 
     # The store
 

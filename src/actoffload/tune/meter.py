@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple, TypeAlias
@@ -51,16 +52,6 @@ class Border:
     gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A copy, or a wait for one, between two events of its stream."""
-
-    kind: Kind
-    begun: StreamEvent
-    ended: StreamEvent
-    nbytes: int
-
-
 class Copy(NamedTuple):
     """When a copy ran, in seconds since the first border of the step, and its bytes."""
 
@@ -78,21 +69,19 @@ PASS = "pass"  # what a model has in place of the steps of a pipeline
 
 Place: TypeAlias = tuple[Hashable, Kind, int, bool]
 """Where a border is: its step, see `Meter.step_of`, forward or backward, the group, and whether that ends there."""
+Times: TypeAlias = dict[tuple[Kind, int, bool], float]
+"""Seconds until each border of a step."""
 
 
 class Meter(TimelineRecorder):
     """Records borders of groups and copies, at a cost of some microseconds each.
 
-    Parameters
-    ----------
-    memory : bool
-        Also read how much device memory is allocated at each border, which takes longer.
-    modules : iterable of Module
-        Whose gradients are counted at each border.
+    With `memory` it also reads how much device memory is allocated at each border, which takes longer.  There it counts
+    the gradients of `modules`.
     """
 
     levels = False
-    keeps_busy = True  # the device, where events would measure the host
+    measures_model = True  # the device is kept busy, where events would measure the host
 
     def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
         super().__init__(backend, counters)
@@ -104,7 +93,6 @@ class Meter(TimelineRecorder):
         self._temporary = 0
         self._allocated = self.allocated_before = self._sample()[0]
         self.borders: dict[Place, Border] = {}  # in the order in which the host came to them
-        self._transfers: list[_Transfer] = []
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
@@ -136,7 +124,7 @@ class Meter(TimelineRecorder):
         self._spent += backend.host_time() - now
         yield
         now = backend.host_time()
-        self._transfers.append(_Transfer(kind, begun, backend.record_timed(stream), nbytes))
+        self._spans.append((kind, layer, begun, backend.record_timed(stream), nbytes))
         self._spent += backend.host_time() - now
 
     def step_of(self, owner: Pass) -> Hashable:
@@ -146,14 +134,16 @@ class Meter(TimelineRecorder):
         return PASS if self._owner is not None and owner is self._owner() else None
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
-        step = self.step_of(owner) if isinstance(owner, Pass) else None
+        if not isinstance(owner, Pass):
+            return
+        step = self.step_of(owner)
         place = step, kind, layer, ends
         if step is None or place in self.borders:
             return
         if ends and (step, kind, layer, False) not in self.borders:  # [guard: end without a start]
             return
-        if not ends and self.keeps_busy:
-            self._let_host_ahead()
+        if not ends and self.measures_model:
+            self._let_host_ahead(layer)
         event = self._backend.record_timed(current_stream(self._backend))
         now = self._backend.host_time()
         host = now - self._spent
@@ -162,16 +152,11 @@ class Meter(TimelineRecorder):
         self._between, self._temporary = ends, 0
         # Forwards make none, and it takes long.
         gradients = max(self._gradient_bytes() - self._gradients, 0) if kind is Kind.BACKWARD else 0
-        other = self._other_bytes(owner)
+        other = max(allocated - _on_device(owner), 0) if allocated and self.measures_model else 0
         self.borders[place] = Border(event, host, allocated, temporary, other, gradients)
         self._spent += self._backend.host_time() - now
 
-    def _other_bytes(self, owner: object) -> int:
-        """Return the bytes that are allocated and are no activations which can be offloaded."""
-        assert isinstance(owner, Pass)
-        return max(self._allocated - _on_device(owner), 0) if self._allocated else 0
-
-    def _let_host_ahead(self) -> None:
+    def _let_host_ahead(self, layer: int) -> None:
         """Keep the device busy before a group while the host queues it, unless it is behind by a group already."""
         backend, now = self._backend, self._backend.host_time()
         stream = current_stream(backend)
@@ -179,7 +164,7 @@ class Meter(TimelineRecorder):
         if self._start is not None and backend.passed(self._start[0]):
             backend.occupy(min(2 * (now - self._start[1]), LONGEST))
             ended = backend.record_timed(stream)
-            self._transfers.append(_Transfer(Kind.STALL, begun, ended, 0))
+            self._spans.append((Kind.STALL, layer, begun, ended, 0))
         self._start = ended, now
 
     def _sample(self) -> tuple[int, int]:
@@ -209,17 +194,15 @@ class Meter(TimelineRecorder):
         """The first border, from which times count."""
         return next(iter(self.borders.values())).event
 
-    def passed(self) -> bool:
-        """Return whether the device has passed all borders and copies, so that they may be read."""
-        events = [
-            *(border.event for border in self.borders.values()),
-            *(transfer.ended for transfer in self._transfers),
-        ]
-        return all(map(self._backend.passed, reversed(events)))
+    def wait(self) -> None:
+        """Wait until the device has passed all borders and copies, so that they may be read."""
+        events = [*(border.event for border in self.borders.values()), *(ended for *_, ended, _ in self._spans)]
+        if not all(map(self._backend.passed, reversed(events))):
+            self._backend.synchronize(self._backend.current_device())
 
-    def times(self) -> dict[Hashable, dict[tuple[Kind, int, bool], float]]:
+    def times(self) -> dict[Hashable, Times]:
         """Return by step the seconds of the device until each border, as if no copy had been waited for."""
-        stalled, found = self._stalls(), dict[Hashable, dict[tuple[Kind, int, bool], float]]()
+        stalled, found = self._stalls(), dict[Hashable, Times]()
         for (step, kind, layer, ends), border in self.borders.items():
             at = self._backend.elapsed(self.first, border.event)
             found.setdefault(step, {})[kind, layer, ends] = at - stalled(at)
@@ -233,8 +216,8 @@ class Meter(TimelineRecorder):
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
         first, elapsed = self.first, self._backend.elapsed
-        waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
-        stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
+        waits = [(begun, ended) for kind, _, begun, ended, _ in self._spans if kind is Kind.STALL]
+        stalls = [(elapsed(first, ended), elapsed(begun, ended)) for begun, ended in waits]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
         ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
         return lambda now: until[bisect_right(ends, now)]
@@ -242,9 +225,10 @@ class Meter(TimelineRecorder):
     def copies(self, kind: Kind) -> list[Copy]:
         """Return the copies in one direction, in the order in which they ran."""
         first, elapsed = self.first, self._backend.elapsed
-        found = [transfer for transfer in self._transfers if transfer.kind is kind]
         return sorted(
-            Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
+            Copy(elapsed(first, begun), elapsed(first, ended), nbytes)
+            for copied, _, begun, ended, nbytes in self._spans
+            if copied is kind
         )
 
 
@@ -255,9 +239,7 @@ class Span(NamedTuple):
     seconds: float = 0.0
 
 
-def spans(
-    times: Mapping[tuple[Kind, int, bool], float], kind: Kind, groups: Iterable[int], now: float
-) -> dict[int, Span]:
+def spans(times: Times, kind: Kind, groups: Iterable[int], now: float) -> dict[int, Span]:
     """Return the time of each group in a forward or a backward that began at some moment, in the order of the groups.
 
     One that backward never comes to, because nothing in it needs a gradient, has none.
@@ -329,14 +311,10 @@ class StepMeter(Meter):
     """Records the copies of a step of a schedule, its computations and their groups, and the memory at them.
 
     It is installed as the recorder of the engine; the conductor calls `note` where a computation begins and ends.
-
-    Parameters
-    ----------
-    standing : mapping of int to Standing, optional
-        By stage; memory is read only if it is given, which takes time of the host.
+    Memory is read only if `standing` is given, by stage: that takes time of the host.
     """
 
-    keeps_busy = False  # other ranks would wait
+    measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
     def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
         super().__init__(backend, counters, memory=bool(standing))
@@ -348,31 +326,31 @@ class StepMeter(Meter):
         self.half_bytes: dict[int, int] = {}
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
-        begun = backend.record_timed(current_stream(backend))
-        self.borders[None, Kind.FORWARD, WHOLE, False] = Border(begun, backend.host_time())
-        self._ended: StreamEvent | None = None
+        self._note_time((None, Kind.FORWARD, WHOLE, False))
 
-    def temporaries(self, stage: int | None = None) -> dict[tuple[Kind, int, bool], int]:
-        """Return the most bytes that were allocated for a time before each border, of one stage or of all."""
+    def _note_time(self, place: Place) -> None:
+        event = self._backend.record_timed(current_stream(self._backend))
+        self.borders[place] = Border(event, self._backend.host_time())
+
+    def temporaries(self, stage: int) -> dict[tuple[Kind, int, bool], int]:
+        """Return the most bytes that a stage allocated for a time before each border."""
         found: dict[tuple[Kind, int, bool], int] = {}
         for (step, kind, layer, ends), border in self.borders.items():
-            if stage is None or (isinstance(step, Step) and step.stage == stage):
+            if isinstance(step, Step) and step.stage == stage:
                 found[kind, layer, ends] = max(found.get((kind, layer, ends), 0), border.temporary)
         return found
 
     def end(self) -> None:
         """Note the end of the step."""
-        self._ended = self._backend.record_timed(current_stream(self._backend))
+        self._note_time((None, Kind.BACKWARD, WHOLE, True))
 
     def seconds(self) -> float:
         """Return how long the whole step took, with all that it waited for."""
-        assert self._ended is not None
-        return self._backend.elapsed(self.first, self._ended)
+        return self._backend.elapsed(self.first, self.borders[None, Kind.BACKWARD, WHOLE, True].event)
 
     def note(self, step: Step, ends: bool) -> None:
         """Note the time and the memory where a computation begins or ends."""
-        event = self._backend.record_timed(current_stream(self._backend))
-        self.borders[step, _kind(step.computation), WHOLE, ends] = Border(event, self._backend.host_time())
+        self._note_time((step, _kind(step.computation), WHOLE, ends))
         self._computing[step.stage] = step
         if ends:
             del self._computing[step.stage]
@@ -411,19 +389,6 @@ class StepMeter(Meter):
         """Return what the stage of a pass computes; None if that is not followed."""
         return self._computing.get(owner.model) if isinstance(owner, ModelPass) else None
 
-    def _other_bytes(self, owner: object) -> int:
-        """Return nothing: other memory is counted in the whole step."""
-        return 0
-
-    def passed(self) -> bool:
-        """Return whether the device has passed all borders and copies."""
-        return (self._ended is None or self._backend.passed(self._ended)) and super().passed()
-
-    def wait(self) -> None:
-        """Wait until the device has passed all borders and copies."""
-        if not self.passed():
-            self._backend.synchronize(self._backend.current_device())
-
     def computations(self, stage: int, computation: Computation) -> float | None:
         """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
         found = [ended - begun for begun, ended, _ in self._ran(stage, computation)]
@@ -446,12 +411,8 @@ class StepMeter(Meter):
             Span(median(each[k].gap for each in found), median(each[k].seconds for each in found)) for k in range(count)
         ]
 
-    def _ran(
-        self, stage: int, computation: Computation
-    ) -> list[tuple[float, float, Mapping[tuple[Kind, int, bool], float]]]:
+    def _ran(self, stage: int, computation: Computation) -> list[tuple[float, float, Times]]:
         """Return begin and end of a computation of a stage for each microbatch, with the borders of its groups."""
-        if self._times is None:
-            self._times = self.times()
         kind = _kind(computation)
         return [
             (times[kind, WHOLE, False], times[kind, WHOLE, True], times)
@@ -460,7 +421,9 @@ class StepMeter(Meter):
             if (kind, WHOLE, True) in times
         ]
 
-    _times: dict[Hashable, dict[tuple[Kind, int, bool], float]] | None = None
+    @cached_property
+    def _times(self) -> dict[Hashable, Times]:
+        return self.times()
 
 
 def _kind(computation: Computation) -> Kind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..._text import milliseconds, size
@@ -152,7 +152,6 @@ class Findings:
     ways: Sequence[tuple[Variant, ...]] = ()  # to run each group, the first of them without replay; empty if not known
     link: Link | None = None  # with all ranks copying; None if nothing can be offloaded
     host_limit: int | None = None  # bytes of host memory that a pass may take
-    _next: tuple[Plan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def room(self, lean: TimedPass, backend: Backend) -> Room:
         """Return the room of this rank by the leanest pass, which was measured."""
@@ -204,17 +203,9 @@ class Findings:
     def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None, *, proves: bool = False) -> Fit:
         """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
 
-        Parameters
-        ----------
-        tokens : int
-            Elements of the largest of the inputs.
-        limit : int, optional
-            Bytes of device memory that the pass may take; by default those of the device or the budget.
-        host_bytes : int, optional
-            Bytes of host memory that it may take.
-        proves : bool
-            Whether the limit has to leave room for one tensor more: the first pass makes each value again beside the
-            one that is there.
+        `tokens` are the elements of the largest of the inputs.  The pass may take `limit` bytes of device memory, by
+        default those of the device or the budget, and `host_bytes` of host memory.  If it `proves`, the limit has to
+        leave room for one tensor more: the first pass makes each value again beside the one that is there.
         """
         assert self.plan is not None
         limit = self._limit_at(tokens, limit)
@@ -260,23 +251,16 @@ class Findings:
         larger = max(tokens / self.tokens, 1.0) * self.largest
         return self.limit - self._most(self.largest, self.device_bytes) + self._most(larger, self.device_bytes)
 
+    @cached_property
     def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
-
-        It is searched once for each plan.
-        """
-        plan = self.plan
-        if plan is None or not self.ways or plan.peak_bytes is None or not plan.baseline_seconds:
+        """What a peak smaller than that of the final plan would cost, in a sentence; empty if that is not known."""
+        plan, peak = self.plan, None if self.plan is None else self.plan.peak_bytes
+        if plan is None or not self.ways or peak is None or not plan.baseline_seconds:
             return ""
-        if self._next is None or self._next[0] is not plan:
-            self._next = plan, self._cost_of_less(plan, plan.peak_bytes)
-        return self._next[1]
-
-    def _cost_of_less(self, plan: Plan, peak: int) -> str:
         found = self.chosen(limit=round(peak * SMALLER))
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= peak:
             return ""
-        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds or found.seconds)
+        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(peak)}"
         budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
@@ -284,13 +268,8 @@ class Findings:
     def fits(self, elements: int, in_use: int = 0) -> bool:
         """Return whether a pass with the plan is within the limit, or takes no more than it did when it was planned.
 
-        Parameters
-        ----------
-        elements : int
-            Of its inputs.
-        in_use : int
-            Bytes that are allocated before it.  An optimizer allocates its states in its first step, which may come
-            after the first passes.
+        Its inputs have so many `elements`; `in_use` bytes are allocated before it.  An optimizer allocates its states
+        in its first step, which may come after the first passes.
         """
         if self.limit is None:
             return True

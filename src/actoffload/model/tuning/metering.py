@@ -55,33 +55,14 @@ class Peak(NamedTuple):
 class TimedPass:
     """One pass of the model, which begins now: what it is for, how long it takes, and what it saves.
 
-    Parameters
-    ----------
-    stage : Stage
-        What it is for; in `Stage.LEAN` it is measured by group.
-    number : int
-        Of the pass, from 1.
-    inputs : sequence of torch.Tensor
-        Of the model.
-    state : ModelState
-        Of the model.
-    memory : bool
-        Whether its peak is read, which takes longer.
-    pinned : int
-        Bytes of host memory up to which a thread pins beside it; 0 for none.
+    In `Stage.LEAN` it is measured by group.  With `memory` its peak is read, which takes longer.  Beside it a thread
+    pins host memory up to `pinned` bytes.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        number: int,
-        inputs: Sequence[torch.Tensor],
-        state: ModelState,
-        *,
-        memory: bool,
-        pinned: int,
+        self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool, pinned: int
     ) -> None:
-        self.stage, self.number, self._memory = stage, number, memory
+        self.stage, self._memory = stage, memory
         self._engine, self._pinned = state.engine, pinned
         self._backend, self._counters = backend, counters = state.engine.backend, state.engine.counters
         self.thread = threading.get_ident()  # that runs its forward
@@ -148,8 +129,10 @@ class TimedPass:
         backend = self._backend
         if self.ended is None:
             return
-        if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
+        if not backend.passed(self.ended):
             backend.synchronize(backend.current_device())
+        if self.meter is not None:
+            self.meter.wait()
 
     @property
     def largest(self) -> int:

@@ -80,24 +80,12 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
 class Ranks:
     """The ranks of one model, which meet in its first forward; see [Note: ranks decide together].
 
-    Measuring and what follows it is one epoch, numbered from 0.
-
-    Parameters
-    ----------
-    model : weak reference to a module
-        The model.
-    arguments : mapping of str to str
-        What this rank passed to `offload`, as text.
-
-    Attributes
-    ----------
-    exchange : Exchange, optional
-        None if this rank decides alone.
+    Measuring and what follows it is one epoch, numbered from 0.  `arguments` are what this rank passed to `offload`.
     """
 
     def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
         self._model, self._arguments = model, arguments
-        self.exchange: Exchange | None = None
+        self.exchange: Exchange | None = None  # None if this rank decides alone
         self._epoch = 0
         self._again: int | None = None  # pass with which the next epoch begins
         self._asked = False  # for a new epoch
@@ -119,22 +107,6 @@ class Ranks:
         model = self._model()
         ranks = () if model is None else ranks_of(model)
         self.exchange = Exchange.of("model", ranks) if ranks else None
-        problem = self._compare()
-        if problem:
-            self.exchange = None
-            raise ValueError(problem)
-
-    @contextmanager
-    def _others(self) -> Iterator[Exchange | None]:
-        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
-        try:
-            yield self.exchange
-        except LostRankError as lost:
-            self.exchange = None
-            warn(f"{lost} {ALONE}")
-
-    def _compare(self) -> str:
-        """Return which argument differs between two ranks, in a sentence; empty if none does."""
         own, problem = self._arguments, ""
         with self._others() as exchange:
             if exchange is not None and exchange.leads:
@@ -151,7 +123,18 @@ class Ranks:
                 problem, theirs = exchange.receive(["problem"], FIRST)
                 # It may have come too late.
                 problem = problem or disagreement({exchange.leader: theirs, exchange.rank: own})
-        return problem
+        if problem:
+            self.exchange = None
+            raise ValueError(problem)
+
+    @contextmanager
+    def _others(self) -> Iterator[Exchange | None]:
+        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
+        try:
+            yield self.exchange
+        except LostRankError as lost:
+            self.exchange = None
+            warn(f"{lost} {ALONE}")
 
     # Measuring
 
@@ -163,12 +146,12 @@ class Ranks:
 
     def decision(self, number: int) -> Decision | None:
         """Wait for what a pass is for; None if this rank decides alone from here on."""
-        found: Decision | None = None
         with self._others() as exchange:
             if exchange is not None:
                 keys = self._key(number), self._key("end")
-                found = exchange.receive(keys, f"in pass {number} of the model")
-        return found
+                found: Decision = exchange.receive(keys, f"in pass {number} of the model")
+                return found
+        return None
 
     def show_room(self, room: Room) -> None:
         """Post how much memory this rank has without offloading, as measured first."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TypeAlias
@@ -37,7 +37,7 @@ from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
 from .metering import Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "timed_operators", "ways_of"]
+__all__ = ["Script", "Steps", "ways_of"]
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
@@ -54,22 +54,12 @@ class Script:
 
     It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
 
-    Parameters
-    ----------
-    state, policies
-        As in `Tuner`.
-    found : Findings
-        Takes what the passes show; it has what is known before them.
-    room_of_all : callable
-        From the room of this rank to the room with which a plan fits in all ranks.
+    `found` has what is known before the passes, and takes what they show.  `policies` are those of the groups that
+    plans may replay.  `room_of_all` returns the room with which a plan fits in all ranks, from that of this rank.
     """
 
     def __init__(
-        self,
-        state: ModelState,
-        found: Findings,
-        policies: Mapping[int, Policy],
-        room_of_all: Callable[[Room], Room],
+        self, state: ModelState, found: Findings, policies: Mapping[int, Policy], room_of_all: Callable[[Room], Room]
     ) -> None:
         self._state, self._policies, self._room_of_all = state, policies, room_of_all
         self._backend, self._host_room = state.engine.backend, state.engine.host_room
@@ -151,7 +141,6 @@ class Script:
     def _choose(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plan:
         """Plan from what was measured."""
         found = self.found
-        assert lean.meter is not None
         if not lean.sequence:
             names = self._state.names()
             return Plan(max(len(names), 1), names=names, because="No group has run.")
@@ -181,14 +170,15 @@ class Script:
         assert lean.meter is not None
         groups = [self._state.groups[key.group] for key in lean.sequence]
         compiled = {k for k, group in enumerate(groups) if group.is_compiled}
-        kinds = list(map(kind_of, groups))
+        # Groups of one type with weights of the same sizes cost the same.
+        modules = [group.module for group in groups]
+        kinds = [(type(module), tuple(weight.shape for weight in module.parameters())) for module in modules]
         costs = layer_costs(lean.meter, lean.sizes, kinds, compiled, self.found.allocated_before)
         operators: dict[int, list[OperatorCost]] = {}
-        for each in traced:
-            operators |= timed_operators(each, lean.elements)
         saved: dict[int, list[int]] = {}
         for each in traced:
             assert each.operators is not None
+            operators |= timed_operators(each, lean.elements)
             larger = lean.elements / max(each.elements, 1)
             for number, sizes in each.operators.saved.items():
                 saved[number] = [math.ceil(larger * nbytes) for nbytes in sizes]
@@ -293,12 +283,6 @@ class Script:
             return plan
         self.found.pace = best.seconds / plan.seconds
         return plan.measured(best.seconds, plan.baseline_seconds * self.found.pace)
-
-
-def kind_of(group: FollowedModule) -> Hashable:
-    """Return what groups have in common that cost the same: their type and the sizes of their weights."""
-    module = group.module
-    return type(module), tuple(weight.shape for weight in module.parameters())
 
 
 def ways_of(

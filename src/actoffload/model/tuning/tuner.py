@@ -54,40 +54,16 @@ UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 class Tuner:
     """Gives each pass its purpose, and keeps the plan as long as it fits.
 
-    Parameters
-    ----------
-    state : ModelState
-        Of the model.
-    budget : int, optional
-        Bytes of device memory that forward and backward may take; None for all that there are.
-    policies : mapping of int to Policy
-        By group: how it is replayed.
-    ranks : Ranks
-        That run the model together.
-    always : bool
-        Whether groups are replayed in any case; otherwise if the memory is not enough.
-
-    Attributes
-    ----------
-    stage : Stage or None
-        Of the next pass; None once there is a plan.
-    found : Findings
-        What the script that runs, or ran last, has found.
+    `budget` is the device memory in bytes that forward and backward may take, None for all that there is.  `policies`
+    have for each group how it is replayed: `always`, or only if the memory is not enough.
     """
 
     def __init__(
-        self,
-        state: ModelState,
-        budget: int | None,
-        policies: Mapping[int, Policy],
-        ranks: Ranks,
-        *,
-        always: bool,
+        self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: Ranks, *, always: bool
     ) -> None:
         self._state, self._engine, self._log = state, state.engine, state.log
         self._policies, self._ranks = policies, ranks
         self._always: Mapping[int, Policy] = policies if always else {}
-        self._optional: Mapping[int, Policy] = {} if always else policies
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
@@ -98,8 +74,8 @@ class Tuner:
         self._unfinished = self._passed_over = self._larger = 0  # passes in a row
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
-        self.found = Findings(budget=budget)
-        self.stage: Stage | None = None
+        self.found = Findings(budget=budget)  # of the script that runs, or ran last
+        self.stage: Stage | None = None  # of the next pass; None once there is a plan
         self._steps: Steps | None = None  # none where another rank decides
         self._begin(1)
 
@@ -113,7 +89,8 @@ class Tuner:
         if again and before.limit is not None:
             room_of_all = partial(Room.less, reserve=before.reserve)
         self.found = Findings(budget=before.budget, short=before.short, allocated_before=allocated)
-        steps = Script(self._state, self.found, self._optional, room_of_all).run()
+        optional = {} if self._always else self._policies
+        steps = Script(self._state, self.found, optional, room_of_all).run()
         self.stage, self._steps = next(steps), steps
 
     # What is known
@@ -146,17 +123,16 @@ class Tuner:
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
-        return "" if self._chosen is None else self._chosen.next_choice()
+        return "" if self._chosen is None else self._chosen.next_choice
 
     # One pass
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
+            self._alone = alone and not busy
             if alone or busy:
-                self._alone = not busy
                 return self._whole()
-            self._alone = False
             aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
             if aside:
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
@@ -179,7 +155,7 @@ class Tuner:
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
             pinned = (planned or 0) if stage is Stage.PIN else 0
-            timed = TimedPass(stage, self._number, tensors, self._state, memory=memory, pinned=pinned)
+            timed = TimedPass(stage, tensors, self._state, memory=memory, pinned=pinned)
             self._timed = timed
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
@@ -224,8 +200,12 @@ class Tuner:
         beside, self._unfinished = self._unfinished > 0 and timed.stage is not Stage.FIRST, 0
         if self.stage is None:
             return
-        if self._steps is None:
-            self._show_room(timed)
+        if self._steps is None:  # another rank decides: it needs the room that the leanest pass has shown here
+            if timed.stage is Stage.LEAN and timed.meter is not None:
+                room, before = self.found.room(timed, self._engine.backend), timed.meter.allocated_before
+                # With gradient accumulation, gradients are there before some passes only.
+                self._own = room, max(before, self._own[1] if self._own else 0)
+                self._ranks.show_room(room)
             return
         if beside and self._beside < BESIDE:
             self._beside += 1  # [guard: backward that was skipped once] its graph lived in this pass
@@ -235,7 +215,7 @@ class Tuner:
         except StopIteration as stop:
             plan: Plan | None = stop.value
             if plan is None:  # an interrupt had ended it
-                self._begin(timed.number + 1, again=True)
+                self._begin(self._number + 1, again=True)
             else:
                 self._settle(plan)
 
@@ -308,14 +288,6 @@ class Tuner:
         return self._roles
 
     # Other ranks
-
-    def _show_room(self, timed: TimedPass) -> None:
-        """Post how much room this rank has, as the leanest pass has shown."""
-        if timed.stage is Stage.LEAN and timed.meter is not None:
-            room, before = self.found.room(timed, self._engine.backend), timed.meter.allocated_before
-            # With gradient accumulation, gradients are there before some passes only.
-            self._own = room, max(before, self._own[1] if self._own else 0)
-            self._ranks.show_room(room)
 
     def _follow(self) -> None:
         """Take what another rank decided for this pass.
