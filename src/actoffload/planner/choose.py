@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf, isfinite
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
@@ -231,7 +230,7 @@ class _Model:
             always = min(level for group in self._groups for level in group[0].cost.other_bytes)
             limit = math.ceil(least + NEAR * (least - always))
             ranks.recompute(0, limit, ROUNDING, quick=True)
-        found = ranks.within(0, limit, free=ROUNDING)
+        found = ranks.choices[0].within(limit, ranks.seconds * (1 + ROUNDING))
         return self._described(ranks.choices[0].smallest() if found is None else self._leaner(*found))
 
     def _leaner(self, best: Placement, seconds: float) -> Placement:
@@ -240,8 +239,7 @@ class _Model:
         low = choices.leanest()
         while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
             middle = (low + best.peak_bytes) // 2
-            alone = partial(self._ranks.alone, 0)
-            found = choices.within(middle, alone, seconds, quick=True, allowed=allowed)
+            found = choices.within(middle, seconds, quick=True, allowed=allowed)
             low, best = (middle, best) if found is None else (low, found[0])
         return best
 

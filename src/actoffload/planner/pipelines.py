@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -140,7 +139,7 @@ class _Search:
             return rank.nothing, ""
         if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
             return rank.free, ""
-        found = rank.within(budget, partial(self.ranks.alone, rank.rank), self.allowed)
+        found = rank.within(budget, self.allowed)
         if found is None:
             because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
             return rank.smallest(), because

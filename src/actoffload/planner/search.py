@@ -65,6 +65,9 @@ class Choices:
     profile: Profile
     rank: int  # its number
     knobs: Knobs
+    seconds: Callable[
+        [Placement, float], float
+    ]  # of a step with a placement, or any time above the one that is allowed
     margin: float = MARGINS[0]  # as in `place`
 
     def __post_init__(self) -> None:
@@ -130,7 +133,6 @@ class Choices:
     def within(
         self,
         limit: float,
-        seconds: Callable[[Placement, float], float],
         free: float,
         *,
         quick: bool = False,
@@ -138,11 +140,11 @@ class Choices:
     ) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is the one of the fewest parts.  `seconds` returns what one takes,
-        or any time above the one that is allowed.  A `quick` answer tries the fewest parts only.
+        Of those that take at most `free` seconds it is the one of the fewest parts.  A `quick` answer tries the fewest
+        parts only.
         """
         if self.profile.peak_bytes <= limit:
-            return self.nothing, seconds(self.nothing, inf)
+            return self.nothing, self.seconds(self.nothing, inf)
         found = None
         largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
         orders = [self.parts] if largest == self.parts else [self.parts, largest]
@@ -151,7 +153,7 @@ class Choices:
         for placement in chain(placed, () if quick else (self.free,)):
             if placement.peak_bytes > limit:
                 continue
-            took = seconds(placement, allowed)
+            took = self.seconds(placement, allowed)
             if took < allowed:
                 found, allowed = (placement, took), took * (1 - ROUNDING)
             if took <= free:
@@ -216,7 +218,9 @@ class Ranks:
             Profile.of(spots, rank, pipeline.times, pipeline.link)
             for spots, rank in zip(self._spots, ranks, strict=True)
         ]
-        choices = [Choices(profile, rank, self.knobs) for rank, profile in enumerate(profiles)]
+        choices = [
+            Choices(profile, rank, self.knobs, partial(self.alone, rank)) for rank, profile in enumerate(profiles)
+        ]
         return _Used(pipeline.times, max((rank.compute for rank in ranks), default=0.0), choices)
 
     def _stage_times(self, stage: int, ways: Ways) -> StageTimes:
@@ -239,13 +243,6 @@ class Ranks:
         ranks = self.pipeline.run([placement.actions() for placement in placements])
         return ranks, max((rank.compute for rank in ranks), default=0.0)
 
-    def within(
-        self, rank: int, limit: float, *, free: float, quick: bool = False, allowed: float = inf
-    ) -> tuple[Placement, float] | None:
-        """Return what one rank does within a limit, as `Choices.within`, while the others offload nothing."""
-        alone = partial(self.alone, rank)
-        return self.choices[rank].within(limit, alone, self.seconds * (1 + free), quick=quick, allowed=allowed)
-
     def recompute(self, rank: int, limit: float, free: float, *, quick: bool = False) -> None:
         """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.
 
@@ -254,8 +251,9 @@ class Ranks:
         """
         stages = {step.stage for step in self.orders[rank]}
         if not any(stage in stages for stage, _ in self.ways):
-            found = self.within(rank, limit, free=free, quick=quick)
-            if found is not None and found[1] <= self.seconds * (1 + free):
+            most = self.seconds * (1 + free)
+            found = self.choices[rank].within(limit, most, quick=quick)
+            if found is not None and found[1] <= most:
                 return
         self.use(_Greedy(self, rank, limit, free, quick).best())
 
@@ -312,7 +310,8 @@ class _Greedy:
             rank: Rank = False, ranks.seconds, more
         else:
             allowed = inf if exceeds else least * (1 + ROUNDING)
-            found = ranks.within(self._which, self._limit, free=self._free, quick=self._quick, allowed=allowed)
+            most = ranks.seconds * (1 + self._free)
+            found = ranks.choices[self._which].within(self._limit, most, quick=self._quick, allowed=allowed)
             if found is not None:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
