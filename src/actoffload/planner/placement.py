@@ -96,8 +96,7 @@ class Profile:
         when = list(accumulate(rank.when, max))
         groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
         ahead = [
-            group.input_ahead if spot.last != spot.use else group.back_ahead
-            for group, spot in zip(groups, spots.all, strict=True)
+            group.input_ahead if spot.split else group.back_ahead for group, spot in zip(groups, spots.all, strict=True)
         ]
         return Profile(spots, when, rank.needs, groups, ahead, link)
 
@@ -131,16 +130,26 @@ class Profile:
 
     def leanest(self, chosen: Iterable[int]) -> int:
         """Return a bound of the smallest peak that a placement of chosen spots has."""
+        spots = self.spots.all
+        return max(self.needs_with({k: spots[k].saved + 1 for k in chosen}, twice=True), default=0)
+
+    def needs_with(self, releases: Mapping[int, int], *, twice: bool = False) -> list[int]:
+        """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be.
+
+        Those that two backwards use are also freed between them if all are freed `twice`.
+        """
         change = [0] * (len(self.needs) + 1)
-        for k in chosen:
+        for k, release in releases.items():
             spot, times = self.spots.all[k], self.times[k]
-            change[spot.saved + 1] -= times.nbytes
-            change[spot.use] += times.nbytes
-            if spot.last != spot.use:
-                change[spot.trimmed] -= times.nbytes
-                change[spot.last] += times.again_bytes
+            change[release] -= times.nbytes
+            change[max(spot.use, release)] += times.nbytes
+            if spot.split:
+                change[spot.trimmed] -= times.nbytes - times.again_bytes
                 change[spot.gone] += times.nbytes - times.again_bytes
-        return max([need + less for need, less in zip(self.needs, accumulate(change), strict=False)], default=0)
+                if twice:
+                    change[spot.trimmed] -= times.again_bytes
+                    change[spot.last] += times.again_bytes
+        return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
 
 
 @dataclass(slots=True)
@@ -292,7 +301,7 @@ class _Run:
 
     def force(self, releases: dict[int, int]) -> None:
         """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
-        spots, needs, limit = self.profile.spots.all, self._needs(releases), self.limit
+        spots, needs, limit = self.profile.spots.all, self.profile.needs_with(releases), self.limit
         waiting = sorted(releases)
         for m, need in enumerate(needs):
             need = needs[m]
@@ -310,24 +319,11 @@ class _Run:
                         break
             waiting = [k for k in waiting if releases[k] > m]
 
-    def _needs(self, releases: dict[int, int]) -> list[int]:
-        """Return the bytes from each moment to the next if all reloads are as late as can be."""
-        profile = self.profile
-        change = [0] * (len(profile.needs) + 1)
-        for k, release in releases.items():
-            spot, times = profile.spots.all[k], profile.times[k]
-            change[release] -= times.nbytes
-            change[max(spot.use, release)] += times.nbytes
-            if spot.last != spot.use:
-                change[spot.trimmed] -= times.nbytes - times.again_bytes
-                change[spot.gone] += times.nbytes - times.again_bytes
-        return [need + less for need, less in zip(profile.needs, accumulate(change), strict=False)]
-
     def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> None:
         """Place the reloads, no later than they must be and no earlier than memory allows."""
         profile, limit, placed = self.profile, self.limit, self.placement.placed
         spots = profile.spots.all
-        needs = self.placement.needs = self._needs(releases)
+        needs = self.placement.needs = profile.needs_with(releases)
         before = 0
         for k in sorted(releases, key=lambda k: spots[k].use):
             nbytes, use = profile.times[k].nbytes, spots[k].use
