@@ -206,13 +206,13 @@ class Plan(AnyPlan):
                 )
         self._check()
 
-    @staticmethod
-    def of(model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Plan:
+    @classmethod
+    def of(cls, model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Self:
         """Return the plan in which each action follows its event; `more` are other parameters by name."""
         steps: dict[Event, tuple[Action, ...]] = {}
         for event, action in calls:
             steps[event] = (*steps.get(event, ()), action)
-        return Plan(model_layers, steps, **more)
+        return cls(model_layers, steps, **more)
 
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
@@ -343,13 +343,12 @@ class Plan(AnyPlan):
                 raise ValueError(f"expected {FORMAT} of version {cls.VERSION}")
             if not isinstance(content["because"], str):
                 raise TypeError("the reason is no text")
-            steps: dict[Event, tuple[Action, ...]] = {}
-            for when, at, do, layer in content["steps"]:
-                event = Event(When[when], _number(at))
-                steps[event] = (*steps.get(event, ()), Action(Do[do], _number(layer)))
-            return cls(
-                model_layers=_number(content["model_layers"]),
-                steps=steps,
+            return cls.of(
+                _number(content["model_layers"]),
+                [
+                    (Event(When[when], _number(at)), Action(Do[do], _number(layer)))
+                    for when, at, do, layer in content["steps"]
+                ],
                 names=content["names"],
                 nbytes=tuple(map(_number, content["nbytes"])),
                 recomputed_nbytes=tuple(map(_number, content["recomputed_nbytes"])),

@@ -16,7 +16,7 @@ from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
-from .plan import Action, Event, Plan, When
+from .plan import Action, Plan
 from .run import NEVER, STOPPED, Compiled, RankRun
 from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
@@ -402,23 +402,21 @@ def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
 
 def model_actions(plan: Plan) -> Actions:
     """Return the actions of a plan by step and position."""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
-    for event, acts in plan.steps.items():
-        when, layer = event.when, event.layer
-        backward = when in (When.BACKWARD_START, When.BACKWARD_END)
-        step = 2 * plan.model_layers - 1 - layer if backward else layer
-        position = int(when in (When.FORWARD_END, When.BACKWARD_END))
-        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in acts)
-        actions.setdefault(step, {})[position] = chunks
+    actions: Actions = {}
+    for place, event in enumerate(plan.events()):
+        step, position = divmod(place, 2)
+        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps.get(event, ()))
+        if chunks:
+            actions.setdefault(step, {})[position] = chunks
     return actions
 
 
 def model_plan(layers: int, actions: Actions) -> Plan:
     """Return the plan of a model with some actions by step and position."""
-    steps = {}
-    for step, at_step in actions.items():
-        whens = (When.FORWARD_START, When.FORWARD_END) if step < layers else (When.BACKWARD_START, When.BACKWARD_END)
-        for position, acts in at_step.items():
-            event = Event(whens[position], step if step < layers else 2 * layers - 1 - step)
-            steps[event] = tuple(Action(act.do, act.chunk.stage) for act in acts)
+    events = list(Plan(layers).events())
+    steps = {
+        events[2 * step + position]: tuple(Action(act.do, act.chunk.stage) for act in acts)
+        for step, at_step in actions.items()
+        for position, acts in at_step.items()
+    }
     return Plan(layers, steps)
