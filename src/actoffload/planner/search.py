@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..schedule.costs import Link
 from ..schedule.pipeline import Computation, StageCost, Step
@@ -73,17 +73,15 @@ class Choices:
     def __post_init__(self) -> None:
         profile, knobs = self.profile, self.knobs
         idle = [
-            each
-            for each in profile.idle()
-            if knobs.stages is None or profile.spots.all[each[1][0]].chunk.stage in knobs.stages
+            (seconds, members, profile.times[members[0]].nbytes)
+            for seconds, members in profile.idle()
+            if knobs.stages is None or profile.spots.all[members[0]].chunk.stage in knobs.stages
         ]
-        room = float(sum(profile.times[members[0]].nbytes for _, members in idle))
-        room *= 1.0 if knobs.fraction is None else knobs.fraction
+        room = sum(nbytes for *_, nbytes in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= self.rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
         possible, free = list[list[int]](), list[list[int]]()
-        for seconds, members in idle:
-            nbytes = profile.times[members[0]].nbytes
+        for seconds, members, nbytes in idle:
             if nbytes <= room and nbytes * len(members) <= host:
                 room, host = room - nbytes, host - nbytes * len(members)
                 possible.append(members)
@@ -96,13 +94,8 @@ class Choices:
         """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
         chosen = [k for part in parts for k in part]
         split = [k for k in chosen if self.profile.spots.all[k].split]
-        how: dict[str, Any] = {
-            "margin": self.margin,
-            "early": self._early,
-            "max_inflight": self.knobs.max_inflight,
-        }
-        freed_twice: Sequence[Sequence[int]] = ((), split) if split else ((),)
-        return [place(self.profile, chosen, again, limit, **how) for again in freed_twice]
+        how: dict[str, Any] = {"margin": self.margin, "early": self._early, "max_inflight": self.knobs.max_inflight}
+        return [place(self.profile, chosen, again, limit, **how) for again in ([[], split] if split else [[]])]
 
     @cached_property
     def free(self) -> Placement:
@@ -165,12 +158,8 @@ class Choices:
         return min(self._place(self.parts, 0), key=lambda placement: placement.peak_bytes)
 
 
-class _Used(NamedTuple):
-    """The ranks with groups in some ways, without offloading."""
-
-    times: list[StageTimes]
-    seconds: float
-    choices: list[Choices]
+Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]
+"""Ways, sorted."""
 
 
 class Ranks:
@@ -195,38 +184,32 @@ class Ranks:
         splits = {stage: bool(cost.splits) for stage, cost in enumerate(stages)}
         self._spots = [Spots.of(order, counts, splits) for order in orders]
         self._times: dict[tuple[int, ...], StageTimes] = {}
-        self._known: dict[tuple[tuple[tuple[int, int], int], ...], _Used] = {}
+        self._known: dict[Key, tuple[list[StageTimes], float, list[Choices]]] = {}
         self.use({})
         self.baseline_seconds = self.seconds
 
     def use(self, ways: Ways) -> None:
-        """Run groups in some ways from now on; what is known of ways is kept."""
-        self.ways, key = ways, tuple(sorted(ways.items()))
+        """Run groups in some ways from now on; how the ranks run so without offloading is found out once."""
+        self.ways, key, pipeline = ways, tuple(sorted(ways.items())), self.pipeline
         if key not in self._known:
-            self._known[key] = self._run(ways)
-        self.pipeline.times, self.seconds, self.choices = self._known[key]
-
-    def _run(self, ways: Ways) -> _Used:
-        """Run the pipeline without offloading, with groups recomputed in some ways."""
-        pipeline = self.pipeline
-        by_stage: dict[int, Ways] = {}
-        for (stage, group), way in ways.items():
-            by_stage.setdefault(stage, {})[stage, group] = way  # type: ignore[index]
-        pipeline.times = [self._stage_times(stage, by_stage.get(stage, {})) for stage in range(len(self.plain))]
-        ranks = pipeline.run([{}] * len(self.orders), note=True)
-        profiles = [
-            Profile.of(spots, rank, pipeline.times, pipeline.link)
-            for spots, rank in zip(self._spots, ranks, strict=True)
-        ]
-        choices = [
-            Choices(profile, rank, self.knobs, partial(self.alone, rank)) for rank, profile in enumerate(profiles)
-        ]
-        return _Used(pipeline.times, max((rank.compute for rank in ranks), default=0.0), choices)
+            by_stage: dict[int, dict[tuple[int, int], int]] = {stage: {} for stage in range(len(self.plain))}
+            for pair, way in key:
+                by_stage[pair[0]][pair] = way
+            pipeline.times = [self._stage_times(stage, mine) for stage, mine in by_stage.items()]
+            runs = pipeline.run([{}] * len(self.orders), note=True)
+            choices = [
+                Choices(
+                    Profile.of(spots, run, pipeline.times, pipeline.link), rank, self.knobs, partial(self.alone, rank)
+                )
+                for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
+            ]
+            self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
+        pipeline.times, self.seconds, self.choices = self._known[key]
 
     def _stage_times(self, stage: int, ways: Ways) -> StageTimes:
         """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
         plain = self.plain[stage]
-        key = id(plain), *(id(self.variants[stage][group][way].cost) for (_, group), way in sorted(ways.items()))
+        key = id(plain), *(id(self.variants[stage][group][way].cost) for (_, group), way in ways.items())
         if key not in self._times:
             cost = recomputed(self.plain, self.variants, ways)[stage]
             self._times[key] = self.pipeline.stage_times(cost)
@@ -276,7 +259,7 @@ class _Greedy:
         self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
         moments = len(ranks.choices[rank].profile.needs)
         self._tries = min(max(WORK // max(moments, 1), TRIES), MOST_TRIES)
-        self._known: dict[tuple[tuple[tuple[int, int], int], ...], Rank] = {}
+        self._known: dict[Key, Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
 
     def best(self) -> Ways:
@@ -302,14 +285,16 @@ class _Greedy:
         more = sum(
             self._number[pair[0]] * (self._seconds[pair][way] - self._seconds[pair][0]) for pair, way in ways.items()
         )
-        if (not exceeds and self._compute + more >= least) or len(self._known) >= self._tries:
+        # Until some ways keep the limit, no time is too long.
+        longest = inf if exceeds else least
+        if self._compute + more >= longest or len(self._known) >= self._tries:
             return True, inf, more
         ranks = self._ranks
         ranks.use({**self._others, **ways})
-        if not exceeds and ranks.seconds >= least:
+        if ranks.seconds >= longest:
             rank: Rank = False, ranks.seconds, more
         else:
-            allowed = inf if exceeds else least * (1 + ROUNDING)
+            allowed = longest * (1 + ROUNDING)
             most = ranks.seconds * (1 + self._free)
             found = ranks.choices[self._which].within(self._limit, most, quick=self._quick, allowed=allowed)
             if found is not None:
