@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, Self
 
 from .._arguments import check_kind, check_kinds, check_whole
@@ -355,10 +355,10 @@ class Plan(AnyPlan):
                 recompute_seconds=_number(content["recompute_seconds"], int, float),
                 saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
                 holds=content["holds"] is True,
-                seconds=_optional_number(content["seconds"], int, float),
-                baseline_seconds=_optional_number(content["baseline_seconds"], int, float),
-                peak_bytes=_optional_number(content["peak_bytes"]),
-                baseline_peak_bytes=_optional_number(content.get("baseline_peak_bytes")),
+                seconds=_number(content["seconds"], int, float, NoneType),
+                baseline_seconds=_number(content["baseline_seconds"], int, float, NoneType),
+                peak_bytes=_number(content["peak_bytes"], int, NoneType),
+                baseline_peak_bytes=_number(content.get("baseline_peak_bytes"), int, NoneType),
                 because=content["because"],
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -407,12 +407,7 @@ class Plan(AnyPlan):
 
 
 def _number(value: Any, *types: type) -> Any:
-    """Return a number of one of the types, int if none is given; raise a `ValueError` for others and negative ones."""
-    if type(value) not in (types or (int,)) or not value >= 0:
+    """Return a value of one of the types, by default int; raise a `ValueError` for others and negative numbers."""
+    if type(value) not in (types or (int,)) or (value is not None and not value >= 0):
         raise ValueError(f"{value!r} is no number that was expected")
     return value
-
-
-def _optional_number(value: Any, *types: type) -> Any:
-    """Return None, or what `_number` returns."""
-    return None if value is None else _number(value, *types)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .costs import Link
 from .pipeline import ChunkAction, Computation, Step
-from .pipeline_plan import Actions
+from .pipeline_plan import NOTHING, Actions
 from .plan import Do
 from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
@@ -109,7 +109,6 @@ class RankRun:
 
         A rank that waits for what this one sends goes from `waiting` to `ready`.
         """
-        nothing: dict[int, tuple[ChunkAction, ...]] = {}
         for number in range(len(self.starts), len(self.steps)):
             needs, sends, delay, step = self.steps[number]
             if needs >= 0:
@@ -122,7 +121,7 @@ class RankRun:
             self.starts.append(self.compute)
             if self.record:
                 self.stalls.append(self.stalled)
-            self._step(number, step, self.times[step.stage], self.actions.get(number, nothing))
+            self._step(number, step, self.times[step.stage], self.actions.get(number, NOTHING))
             if self.compute > self.allowed:
                 return STOPPED
             if sends >= 0:
