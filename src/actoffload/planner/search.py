@@ -336,11 +336,10 @@ class _Greedy:
             for start in reversed(range(0, count, size)):  # the last groups are the cheapest to keep
                 for here, next_ in ((-1, 0), (-MOST_TRIES, 0), (-1, 1), (1, -1), (1, 0)):
                     best, ways = self._best
-                    changes = [(self._pairs[k], here) for k in range(start, min(start + size, count))]
-                    changes += [(self._pairs[k], next_) for k in range(start + size, min(start + 2 * size, count))]
                     other = dict(ways)
-                    for pair, change in changes:
-                        other[pair] = min(max(ways.get(pair, 0) + change, 0), len(self._saved[pair]) - 1)
+                    for k, pair in enumerate(self._pairs[start : start + 2 * size]):
+                        way = ways.get(pair, 0) + (here if k < size else next_)
+                        other[pair] = min(max(way, 0), len(self._saved[pair]) - 1)
                     improved |= self._rank({pair: way for pair, way in other.items() if way}) < best
             if not improved:
                 size = 0 if size == 1 else max(size // 4, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -247,12 +248,9 @@ def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, 
 
 def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
     """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
-    before, total = len(sizes), sum(sizes)
-    for step in range(1, steps):
-        until, number = total * (steps - step) / steps, 0
-        while number < len(sizes) and until >= sizes[number]:
-            until -= sizes[number]
-            number += 1
+    before, sums = len(sizes), list(accumulate(sizes))
+    for step in range(1, steps) if sizes else ():
+        number = bisect_right(sums, sums[-1] * (steps - step) / steps)
         if 0 < number < before:
             yield number
             before = number

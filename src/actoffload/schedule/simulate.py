@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
+from typing import Any
 
 from .._arguments import check_fits, check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
@@ -261,10 +262,9 @@ def simulate_pipeline(
             if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
     pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
-    baseline = ranks = _simulated(pipeline, [{}] * len(steps))
-    if any(plan is not None and plan.transfers for plan in planned):
-        ranks = _simulated(pipeline, [{} if plan is None else plan.actions for plan in planned])
-    return PipelineSimulation(ranks, baseline)
+    baseline = _simulated(pipeline, [{}] * len(steps))
+    actions: list[Actions] = [{} if plan is None else plan.actions for plan in planned]
+    return PipelineSimulation(_simulated(pipeline, actions) if any(actions) else baseline, baseline)
 
 
 def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
@@ -330,7 +330,8 @@ class Pipeline:
         model: bool = False,
         exact: bool = False,
     ) -> None:
-        self.link, self.host_seconds, self.model, self._exact = link, host_seconds, model, exact
+        self.link, self._exact = link, exact
+        self._how: dict[str, Any] = {"host_seconds": host_seconds, "label": 0 if model else 1}
         self.latency, self.bandwidth = send_latency, send_bandwidth
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
@@ -365,11 +366,10 @@ class Pipeline:
         `record` and `note` are as in `RankRun`.
         """
         arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
-        label = 0 if self.model else 1
-        ranks = []
-        how = self.host_seconds, label, record, note, allowed
-        for steps, other, acts in zip(self.compiled, self.other, actions, strict=True):
-            ranks.append(RankRun(steps, self.times, self.link, other, acts, *how))
+        ranks = [
+            RankRun(steps, self.times, self.link, other, acts, **self._how, record=record, note=note, allowed=allowed)
+            for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
+        ]
         waiting: dict[int, int] = {}
         ready = list(reversed(range(len(ranks))))
         while ready:
