@@ -177,12 +177,9 @@ class Conductor:
 
     def _learn_used(self, microbatch: Microbatch) -> None:
         """Note what the backward of the weights has unpacked, by group."""
-        places: dict[int, set[int]] = {}
         for index, place in microbatch.used or ():
-            places.setdefault(index, set()).add(place)
-        for index, used in places.items():
             key = microbatch.stage, index
-            self.learned.used[key] = self.learned.used.get(key, frozenset()) | used
+            self.learned.used[key] = self.learned.used.get(key, frozenset()) | {place}
 
     def _free(self, owner: ModelPass[GroupKey]) -> None:
         """Free what the last backward of a microbatch has left, where the program keeps the graph."""
