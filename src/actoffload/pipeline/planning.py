@@ -203,17 +203,18 @@ def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) ->
     """
     variants = variants_of(measured)
     ways = {
-        (stage, group): range(len(found))[way]
+        stage: {group: range(len(found))[way] for group, found in enumerate(groups) if len(found) > 1}
         for stage, groups in variants.items()
-        for group, found in enumerate(groups)
-        if len(found) > 1
     }
-    if not ways:
+    if not any(ways.values()):
         return ()
-    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    plain = [costs[stage] for stage in sorted(costs)]
-    cost, saves = recomputed(plain, variants, ways), saved_by(plain, variants, ways)
-    again = [replace(each, costs={stage: cost[stage] for stage in each.costs}, again=None) for each in measured]
+    again, saves = list[Measured](), dict[int, tuple[tuple[str, ...] | None, ...]]()
+    for each in measured:
+        costs = dict(each.costs)
+        for stage in costs.keys() & {stage for stage, mine in ways.items() if mine}:
+            saves[stage] = saved_by(costs[stage], variants[stage], ways[stage])
+            costs[stage] = recomputed(costs[stage], variants[stage], ways[stage])
+        again.append(replace(each, costs=costs, again=None))
     plans = plans_of(again, replace(limits, fraction=0.0, delta_bytes_per_rank=None))
     return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
 

@@ -15,7 +15,7 @@ from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.simulate import check_pipeline
 from .placement import Placement
 from .search import MARGINS, Choices, Knobs, Ranks
-from .variants import StageVariants, saved_by
+from .variants import StageVariants, by_stage, saved_by
 
 __all__ = ["plan_pipeline"]
 
@@ -142,7 +142,8 @@ def _plans(ranks: Ranks, found: Sequence[Chosen], names: Mapping[int, Sequence[s
     """Return the plans with what they are expected to cost."""
     runs, seconds = ranks.simulated([placement for placement, _ in found])
     costs = [times.cost for times in ranks.pipeline.times]
-    saves = saved_by(costs, ranks.variants, ranks.ways)
+    taken = by_stage(ranks.ways).items()
+    saves = {stage: saved_by(costs[stage], ranks.variants[stage], ways) for stage, ways in taken}
     plans = []
     for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
         mine = {stage: costs[stage] for stage in sorted({step.stage for step in order})}

@@ -9,7 +9,7 @@ last single groups are changed as long as that makes the step shorter.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -23,7 +23,7 @@ from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 from ..schedule.stage_times import StageTimes
 from .placement import Placement, Profile, Spots, place
-from .variants import StageVariants, Upgrade, Ways, recomputed, upgrades
+from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
 __all__ = ["Choices", "Knobs", "Ranks"]
 
@@ -192,10 +192,8 @@ class Ranks:
         """Run groups in some ways from now on; how the ranks run so without offloading is found out once."""
         self.ways, key, pipeline = ways, tuple(sorted(ways.items())), self.pipeline
         if key not in self._known:
-            by_stage: dict[int, dict[tuple[int, int], int]] = {stage: {} for stage in range(len(self.plain))}
-            for pair, way in key:
-                by_stage[pair[0]][pair] = way
-            pipeline.times = [self._stage_times(stage, mine) for stage, mine in by_stage.items()]
+            mine = by_stage(ways)
+            pipeline.times = [self._stage_times(stage, mine.get(stage, {})) for stage in range(len(self.plain))]
             runs = pipeline.run([{}] * len(self.orders), note=True)
             choices = [
                 Choices(
@@ -206,13 +204,12 @@ class Ranks:
             self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
         pipeline.times, self.seconds, self.choices = self._known[key]
 
-    def _stage_times(self, stage: int, ways: Ways) -> StageTimes:
+    def _stage_times(self, stage: int, ways: Mapping[int, int]) -> StageTimes:
         """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
-        plain = self.plain[stage]
-        key = id(plain), *(id(self.variants[stage][group][way].cost) for (_, group), way in ways.items())
+        plain, variants = self.plain[stage], self.variants.get(stage, ())
+        key = id(plain), *(id(variants[group][way].cost) for group, way in ways.items())
         if key not in self._times:
-            cost = recomputed(self.plain, self.variants, ways)[stage]
-            self._times[key] = self.pipeline.stage_times(cost)
+            self._times[key] = self.pipeline.stage_times(recomputed(plain, variants, ways))
         return self._times[key]
 
     def alone(self, rank: int, placement: Placement, allowed: float = inf) -> float:
