@@ -64,13 +64,7 @@ class StageSteering(Steering):
     The plan is one for all stages, and `PipelineHandle.settling` is about it.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        conductor: Conductor,
-        state: ModelState,
-        policies: Mapping[int, Policy],
-    ) -> None:
+    def __init__(self, stage: int, conductor: Conductor, state: ModelState, policies: Mapping[int, Policy]) -> None:
         self._stage, self._conductor = stage, conductor
         self._state, self._plans, self._policies = state, state.plans, policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole

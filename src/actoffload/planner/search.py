@@ -9,6 +9,7 @@ last single groups are changed as long as that makes the step shorter.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -124,12 +125,7 @@ class Choices:
         return self.profile.leanest(k for part in (self.parts if parts is None else parts) for k in part)
 
     def within(
-        self,
-        limit: float,
-        free: float,
-        *,
-        quick: bool = False,
-        allowed: float = inf,
+        self, limit: float, free: float, *, quick: bool = False, allowed: float = inf
     ) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
@@ -245,17 +241,15 @@ class _Greedy:
         self._ranks, self._which, self._limit, self._free, self._quick = ranks, rank, limit, free, quick
         self._others = ranks.ways
         order = ranks.orders[rank]
-        forwards = [step.stage for step in order if step.computation is Computation.FORWARD]
-        stages = sorted(set(forwards) & set(ranks.variants))
+        self._number = Counter(step.stage for step in order if step.computation is Computation.FORWARD)
+        stages = sorted(self._number.keys() & ranks.variants.keys())
         self._pairs = [(stage, group) for stage in stages for group in range(len(ranks.variants[stage]))]
         costs = {pair: [way.cost for way in ranks.variants[pair[0]][pair[1]]] for pair in self._pairs}
         self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}
         self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
-        self._number = {stage: forwards.count(stage) for stage in stages}
-        plain = [(ranks.plain[stage].groups, forwards.count(stage)) for stage in set(forwards)]
+        plain = [(ranks.plain[stage].groups, number) for stage, number in sorted(self._number.items())]
         self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
-        moments = len(ranks.choices[rank].profile.needs)
-        self._tries = min(max(WORK // max(moments, 1), TRIES), MOST_TRIES)
+        self._tries = min(max(WORK // max(len(ranks.choices[rank].profile.needs), 1), TRIES), MOST_TRIES)
         self._known: dict[Key, Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
 

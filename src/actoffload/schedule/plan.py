@@ -18,14 +18,7 @@ from typing import Any, ClassVar, Self
 from .._arguments import check_kind, check_kinds, check_whole
 from .._text import Table, fold, fold_names, milliseconds, numberless, size, size_or_dash
 
-__all__ = [
-    "Action",
-    "AnyPlan",
-    "Do",
-    "Event",
-    "Plan",
-    "When",
-]
+__all__ = ["Action", "AnyPlan", "Do", "Event", "Plan", "When"]
 
 FORMAT = "actoffload plan"  # of files
 
@@ -275,11 +268,10 @@ class Plan(AnyPlan):
         groups = [(name, k in offloaded, k in again, less[k], self.nbytes[k]) for k, name in enumerate(self.names)]
         rows = []
         for alike in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            nbytes = sum(group[4] for group in alike)
-            _, leaves, recomputed, saved_less, _ = alike[0]
-            sizes = (0, nbytes) if leaves else (nbytes, 0)
-            name = fold_names(tuple(group[0] for group in alike))
-            rows.append(self._row(name, len(alike), sizes, len(alike) * saved_less, recomputed))
+            number, (_, leaves, recomputed, saved_less, nbytes) = len(alike), alike[0]
+            sizes = (0, number * nbytes) if leaves else (number * nbytes, 0)
+            name = fold_names(group[0] for group in alike)
+            rows.append(self._row(name, number, sizes, number * saved_less, recomputed))
         total = self.kept_bytes, self.offloaded_bytes
         rows.append(self._row("", len(self.names), total, sum(less), bool(again)))
         header = ("group", "number", "kept", "offloaded", *(["recomputed"] if again else []))
