@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from math import inf
 from typing import Any, TypeAlias
@@ -66,9 +66,7 @@ class Choices:
     profile: Profile
     rank: int  # its number
     knobs: Knobs
-    seconds: Callable[
-        [Placement, float], float
-    ]  # of a step with a placement, or any time above the one that is allowed
+    pipeline: Pipeline  # of all ranks
     margin: float = MARGINS[0]  # as in `place`
 
     def __post_init__(self) -> None:
@@ -133,7 +131,7 @@ class Choices:
         parts only.
         """
         if self.profile.peak_bytes <= limit:
-            return self.nothing, self.seconds(self.nothing, inf)
+            return self.nothing, self.seconds(self.nothing)
         found = None
         largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
         orders = [self.parts] if largest == self.parts else [self.parts, largest]
@@ -148,6 +146,12 @@ class Choices:
             if took <= free:
                 break
         return found
+
+    def seconds(self, placement: Placement, allowed: float = inf) -> float:
+        """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
+        actions: list[Actions] = [{} for _ in self.pipeline.compiled]
+        actions[self.rank] = placement.actions()
+        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
 
     def smallest(self) -> Placement:
         """Return the placement with the smallest peak that can be had at any cost."""
@@ -192,9 +196,7 @@ class Ranks:
             pipeline.times = [self._stage_times(stage, mine.get(stage, {})) for stage in range(len(self.plain))]
             runs = pipeline.run([{}] * len(self.orders), note=True)
             choices = [
-                Choices(
-                    Profile.of(spots, run, pipeline.times, pipeline.link), rank, self.knobs, partial(self.alone, rank)
-                )
+                Choices(Profile.of(spots, run, pipeline.times, pipeline.link), rank, self.knobs, pipeline)
                 for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
             ]
             self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
@@ -207,12 +209,6 @@ class Ranks:
         if key not in self._times:
             self._times[key] = self.pipeline.stage_times(recomputed(plain, variants, ways))
         return self._times[key]
-
-    def alone(self, rank: int, placement: Placement, allowed: float = inf) -> float:
-        """Return the time of a step in which one rank offloads, or any time above the one that is allowed."""
-        actions: list[Actions] = [{} for _ in self.orders]
-        actions[rank] = placement.actions()
-        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
 
     def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:
         """Return the runs of all ranks, and the time of the step."""
@@ -292,7 +288,7 @@ class _Greedy:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
                 smallest = ranks.choices[self._which].smallest()
-                rank = True, float(smallest.peak_bytes), ranks.alone(self._which, smallest)
+                rank = True, float(smallest.peak_bytes), ranks.choices[self._which].seconds(smallest)
             else:
                 rank = True, inf, more
         self._known[key] = rank
