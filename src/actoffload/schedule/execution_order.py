@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
@@ -191,17 +191,19 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
         # [guard: groups that a plan does not know]
         calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
     calls.sort(key=lambda call: call[:2])
+
+    def moved(entries: Sequence[Any], unknown: Any) -> tuple[Any, ...]:
+        return tuple(unknown if k is None else entries[k] for k in earlier) if entries else ()
+
     return Plan.of(
         len(names),
         ((events[place], action) for place, _, action in calls),
         names=tuple(names),
         because=plan.because,
         holds=plan.holds,
-        nbytes=tuple(0 if k is None else plan.nbytes[k] for k in earlier) if plan.nbytes else (),
-        recomputed_nbytes=tuple(0 if k is None else plan.recomputed_nbytes[k] for k in earlier)
-        if plan.recomputed_nbytes
-        else (),
-        saves=tuple(None if k is None else plan.saves[k] for k in earlier) if plan.saves else (),
+        nbytes=moved(plan.nbytes, 0),
+        recomputed_nbytes=moved(plan.recomputed_nbytes, 0),
+        saves=moved(plan.saves, None),
     )
 
 
