@@ -141,7 +141,7 @@ def best_of_all(of: list[tuple[Variant, ...]], link: Link, limit: float) -> floa
         for offloaded in product((False, True), repeat=GROUPS - 1):
             placement = place(profile, [k for k in range(GROUPS - 1) if offloaded[k]], (), limit)
             if placement.peak_bytes <= limit:
-                seconds = min(seconds, ranks.alone(0, placement, seconds))
+                seconds = min(seconds, ranks.choices[0].seconds(placement, seconds))
     return seconds
 
 
@@ -173,7 +173,7 @@ def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[P
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.choices[0].profile
     found = place(profile, [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups], (), limit)
-    return found, ranks.alone(0, found)
+    return found, ranks.choices[0].seconds(found)
 
 
 def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float = inf) -> Plan:

@@ -119,8 +119,7 @@ class Conductor:
             key = step.stage, step.microbatch
             if step.computation is Computation.FORWARD:
                 found = Microbatch(step.stage, step.microbatch, planned=step in self._steps)
-                self._microbatches[key] = found
-                vars(self._forwards)[str(step.stage)] = found
+                self._microbatches[key] = vars(self._forwards)[str(step.stage)] = found
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
@@ -156,7 +155,9 @@ class Conductor:
                         layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
                     layer.retained = stays
             else:
-                self._learn_used(microbatch)
+                for index, place in microbatch.used or ():  # by the backward of the weights
+                    group = microbatch.stage, index
+                    self.learned.used[group] = self.learned.used.get(group, frozenset()) | {place}
                 if owner is not None:
                     self._free(owner)
                 self._microbatches.pop((step.stage, step.microbatch), None)
@@ -174,15 +175,6 @@ class Conductor:
         kept = sum(nbytes for key, nbytes in found.items() if not owner.registry.follows(key))
         self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
         self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
-
-    def _learn_used(self, microbatch: Microbatch) -> None:
-        """Note what the backward of the weights has unpacked, by group."""
-        places: dict[int, set[int]] = {}
-        for index, place in microbatch.used or ():
-            places.setdefault(index, set()).add(place)
-        for index, used in places.items():
-            key = microbatch.stage, index
-            self.learned.used[key] = self.learned.used.get(key, frozenset()) | used
 
     def _free(self, owner: ModelPass[GroupKey]) -> None:
         """Free what the last backward of a microbatch has left, where the program keeps the graph."""

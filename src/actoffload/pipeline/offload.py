@@ -261,11 +261,11 @@ def _offload_schedule(
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
     runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, exchange)
     missing = unsupported()
-    if missing is not None:
+    if missing is None:
+        follow(schedule, stages, runner)
+    else:
         warn(missing)
         runner.remove()
-        return PipelineHandle(runner)
-    follow(schedule, stages, runner)
     return PipelineHandle(runner)
 
 

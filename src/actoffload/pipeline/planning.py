@@ -115,14 +115,8 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
-    plan = partial(
-        plan_pipeline,
-        [each.order for each in measured],
-        stages,
-        link,
-        names=names,
-        max_inflight=limits.max_inflight,
-    )
+    orders = [each.order for each in measured]
+    plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
     if limits.by_hand:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
         if not _exceed(plans, measured):
@@ -138,8 +132,8 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
 
 
 def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
-    peaks = [plan.peak_bytes or 0 for plan in plans]
-    return any(each.limit is not None and peak > each.limit for peak, each in zip(peaks, measured, strict=True))
+    pairs = zip(plans, measured, strict=True)
+    return any(each.limit is not None and (plan.peak_bytes or 0) > each.limit for plan, each in pairs)
 
 
 def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Variant, ...]]]:
@@ -151,7 +145,7 @@ def decision(plans: Plans) -> str:
     """Return what was decided for each rank, in a line for each and one for all."""
     lines = ["The plans of all ranks of the pipeline:"]
     for plan in plans:
-        chunks = sum(len(plan.names[step.stage]) for step in plan.order if step.computation.value == "F")
+        chunks = sum(len(plan.names[step.stage]) for step in plan.order if step.computation is Computation.FORWARD)
         line = f"  rank {plan.rank}: {len(plan.transfers)} of {chunks} groups of all microbatches are offloaded"
         line += f" ({size(plan.offloaded_bytes)})"
         if plan.peak_bytes is not None:
@@ -209,17 +203,18 @@ def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) ->
     """
     variants = variants_of(measured)
     ways = {
-        (stage, group): range(len(found))[way]
+        stage: {group: range(len(found))[way] for group, found in enumerate(groups) if len(found) > 1}
         for stage, groups in variants.items()
-        for group, found in enumerate(groups)
-        if len(found) > 1
     }
-    if not ways:
+    if not any(ways.values()):
         return ()
-    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    plain = [costs[stage] for stage in sorted(costs)]
-    cost, saves = recomputed(plain, variants, ways), saved_by(plain, variants, ways)
-    again = [replace(each, costs={stage: cost[stage] for stage in each.costs}, again=None) for each in measured]
+    again, saves = list[Measured](), dict[int, tuple[tuple[str, ...] | None, ...]]()
+    for each in measured:
+        costs = dict(each.costs)
+        for stage in costs.keys() & {stage for stage, mine in ways.items() if mine}:
+            saves[stage] = saved_by(costs[stage], variants[stage], ways[stage])
+            costs[stage] = recomputed(costs[stage], variants[stage], ways[stage])
+        again.append(replace(each, costs=costs, again=None))
     plans = plans_of(again, replace(limits, fraction=0.0, delta_bytes_per_rank=None))
     return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
 
@@ -279,9 +274,8 @@ class PipelineRanks:
             self._refuse(Settings(dist.get_rank(), {}, problem), _exchange("stage", replicas))
 
     def _refuse(self, settings: Settings, copies: Exchange | None) -> None:
-        for exchange in (self._pipeline, copies):
-            if exchange is not None:
-                exchange.refuse(settings)
+        for exchange in filter(None, (self._pipeline, copies)):
+            exchange.refuse(settings)
 
     def gather(self, value: T) -> list[list[T]]:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
@@ -293,9 +287,8 @@ class PipelineRanks:
 
     def leave(self) -> None:
         """Take no further part, and let the others not wait."""
-        for exchange in (self._pipeline, self._copies):
-            if exchange is not None:
-                exchange.leave()
+        for exchange in filter(None, (self._pipeline, self._copies)):
+            exchange.leave()
 
 
 def _exchange(name: str, ranks: Sequence[int]) -> Exchange | None:

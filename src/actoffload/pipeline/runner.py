@@ -95,7 +95,12 @@ class Runner:
         self.number += 1
         try:
             if self.number == 1:
-                self._meet()
+                # Find the ranks that run the same stages, and compare the arguments of all.
+                replicas = replicas_of(ref() for ref in self._followed)
+                wrong = disagreement(self.exchange.meet(self._settings, replicas))
+                if wrong:
+                    self.remove()
+                    raise ValueError(wrong)
             if self._script is not None:
                 stage, plans = next(self._script)
                 if plans:
@@ -108,13 +113,6 @@ class Runner:
                 self._keep(stop.value)
         except LostRankError as lost:
             self._lose(str(lost))
-
-    def _meet(self) -> None:
-        """Find the ranks that run the same stages, and compare the arguments of all."""
-        wrong = disagreement(self.exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
-        if wrong:
-            self.remove()
-            raise ValueError(wrong)
 
     def _lose(self, problem: str) -> None:
         """Go on without the other ranks: without offloading where they were never met."""
@@ -138,17 +136,16 @@ class Runner:
 
     def _after(self, *, failed: bool, changed: bool) -> None:
         """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
-        conductor = self.conductor
+        conductor, plan = self.conductor, self.conductor.plan
         self._first.end(failed=failed)
-        if not failed and conductor.plan is not None and not conductor.scoped:
+        if not failed and plan is not None and not conductor.scoped:
             self._peak = conductor.engine.statistics().peak_resident_bytes
         outdated = any(stage.steering.changed for stage in self.stages)
         for stage in self.stages:
             stage.steering.changed = False
         # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
-        followed = conductor.plan is not None and not (failed or changed or outdated)
+        followed = plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
-        plan = conductor.plan
         if not failed and plan is not None and (changed or self._first.outdated(plan)):
             self._plan_anew(plan)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
@@ -64,13 +64,7 @@ class StageSteering(Steering):
     The plan is one for all stages, and `PipelineHandle.settling` is about it.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        conductor: Conductor,
-        state: ModelState,
-        policies: Mapping[int, Policy],
-    ) -> None:
+    def __init__(self, stage: int, conductor: Conductor, state: ModelState, policies: Mapping[int, Policy]) -> None:
         self._stage, self._conductor = stage, conductor
         self._state, self._plans, self._policies = state, state.plans, policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
@@ -101,18 +95,12 @@ class StageSteering(Steering):
     @property
     def gradients(self) -> tuple[int, ...]:
         """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
-        seen = set[int]()
-        found = []
+        seen, found = set[Parameter](), list[int]()
         for key in self._plans.order:
-            weights = {id(weight): weight for weight in self._state.groups[key.group].module.parameters()}
-            new = [weight for known, weight in weights.items() if known not in seen]
-            local = [
-                getattr(weight, "_local_tensor", weight)
-                for weight in new
-                if weight.requires_grad and weight.grad is None
-            ]
-            found.append(sum(weight.nbytes for weight in local))
-            seen |= set(weights)
+            new = set(self._state.groups[key.group].module.parameters()) - seen
+            missing = (weight for weight in new if weight.requires_grad and weight.grad is None)
+            found.append(sum(getattr(weight, "_local_tensor", weight).nbytes for weight in missing))
+            seen |= new
         return tuple(found)
 
     @property
@@ -136,17 +124,15 @@ class StageSteering(Steering):
             return PassSettings(Mode.IDLE)
         if microbatch is None:  # the metadata inference of the schedule
             return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
-        offloaded: frozenset[int] | None = None
+        offloaded, mode = None, Mode.WHOLE
         if microbatch.planned:
-            assert conductor.plan is not None
             plan, key = conductor.plan, (microbatch.stage, microbatch.number)
+            assert plan is not None
             chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
-        mode = Mode.WHOLE
-        if conductor.scoped and microbatch.planned and not self.adopts:
-            idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
-            every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
-            mode = Mode.IDLE if idle and every else Mode.SCOPED
+            if conductor.scoped and not self.adopts:
+                every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
+                mode = Mode.SCOPED if plan.transfers or self._policies or not every else Mode.IDLE
         begun = partial(conductor.pass_begins, microbatch)
         roles = lambda order: _roles(len(order), offloaded)  # noqa: E731
         return PassSettings(mode, order, roles, self._policies, self.operators, begun)
@@ -159,19 +145,18 @@ class StageSteering(Steering):
         if done.model is None:  # the metadata inference, whose inputs nothing else references
             return
         saved = saved_in(done.layers)
-        if not done.partly:
-            kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
-            self.outside = max(self.outside, sum(kept))
         if done.partly:
             sizes = zip(map(_size, saved), self.sizes, strict=False)
             self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
-        elif not self.saved or self._groups_of_saved != tuple(sequence):
+            return
+        kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
+        self.outside = max(self.outside, sum(kept))
+        if not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
-            again = (key.group for key, layer in zip(sequence, done.layers, strict=True) if layer.recomputed)
-            self.replayed = frozenset(again)
+            layers = zip(sequence, done.layers, strict=True)
+            self.replayed = frozenset(key.group for key, layer in layers if layer.recomputed)
             self._latest = self.saved
-            names = self._state.names(sequence)
-            self._numbers |= {name: key.group for name, key in zip(names, sequence, strict=True)}
+            self._numbers.update(zip(self._state.names(sequence), (key.group for key in sequence), strict=True))
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
             self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds, check_whole
@@ -198,29 +197,27 @@ def _best(models: Sequence[_Model], limit: float) -> Plan:
     return lean if not fits or (lean.seconds or 0.0) < worth else plan
 
 
+@dataclass
 class _Model:
     """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        groups: Sequence[Sequence[Variant]],
-        link: Link,
-        host_seconds: float,
-        knobs: Knobs,
-        *,
-        holds: bool = False,
-    ) -> None:
-        self._names, self._groups, self._link, self._host_seconds = tuple(names), groups, link, host_seconds
-        self._holds = holds
-        stages, variants = model_stages([group[0].cost for group in groups]), {k: [g] for k, g in enumerate(groups)}
-        order = model_order(len(groups))
-        self._ranks = Ranks([order], stages, link, variants, knobs, host_seconds=host_seconds, model=True)
-        self.peak_bytes = self._ranks.choices[0].profile.peak_bytes
+    names: Sequence[str]
+    groups: Sequence[Sequence[Variant]]
+    link: Link
+    host_seconds: float
+    knobs: Knobs
+    holds: bool = False
+
+    def __post_init__(self) -> None:
+        stages, order = model_stages([group[0].cost for group in self.groups]), model_order(len(self.groups))
+        variants = {k: [group] for k, group in enumerate(self.groups)}
+        how = {"host_seconds": self.host_seconds, "model": True}
+        self.ranks = Ranks([order], stages, self.link, variants, self.knobs, **how)
+        self.peak_bytes = self.ranks.choices[0].profile.peak_bytes
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
-        ranks = self._ranks
+        ranks = self.ranks
         ranks.use({})
         if self.peak_bytes <= limit:
             return self._described(ranks.choices[0].nothing)
@@ -228,39 +225,38 @@ class _Model:
         least = ranks.choices[0].leanest()
         if least > limit:
             # Of the plans with about the smallest peak the fastest is taken.
-            always = min(level for group in self._groups for level in group[0].cost.other_bytes)
+            always = min(level for group in self.groups for level in group[0].cost.other_bytes)
             limit = math.ceil(least + NEAR * (least - always))
             ranks.recompute(0, limit, ROUNDING, quick=True)
-        found = ranks.within(0, limit, free=ROUNDING)
+        found = ranks.choices[0].within(limit, ranks.seconds * (1 + ROUNDING))
         return self._described(ranks.choices[0].smallest() if found is None else self._leaner(*found))
 
     def _leaner(self, best: Placement, seconds: float) -> Placement:
         """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
-        choices, allowed = self._ranks.choices[0], seconds * (1 + ROUNDING)
+        choices, allowed = self.ranks.choices[0], seconds * (1 + ROUNDING)
         low = choices.leanest()
         while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
             middle = (low + best.peak_bytes) // 2
-            alone = partial(self._ranks.alone, 0)
-            found = choices.within(middle, alone, seconds, quick=True, allowed=allowed)
+            found = choices.within(middle, seconds, quick=True, allowed=allowed)
             low, best = (middle, best) if found is None else (low, found[0])
         return best
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
-        ways = self._ranks.ways
-        taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self._groups)]
+        ways = self.ranks.ways
+        taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self.groups)]
         found = model_plan(len(taken), placement.actions())
-        expected = simulate(found, [way.cost for way in taken], self._link, host_seconds=self._host_seconds)
-        pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self._groups, strict=True)]
+        expected = simulate(found, [way.cost for way in taken], self.link, host_seconds=self.host_seconds)
+        pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self.groups, strict=True)]
         return replace(
             found,
-            names=self._names,
+            names=tuple(self.names),
             nbytes=tuple(way.cost.nbytes for way in taken),
             seconds=expected.step_time,
-            baseline_seconds=self._ranks.baseline_seconds,
+            baseline_seconds=self.ranks.baseline_seconds,
             peak_bytes=expected.device_peak_bytes,
             recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if ways else (),
             recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
             saves=tuple(way.saves for way in taken) if ways else (),
-            holds=self._holds and any(way.held for way in taken),
+            holds=self.holds and any(way.held for way in taken),
         )

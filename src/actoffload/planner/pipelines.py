@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -13,11 +12,10 @@ from .._text import size
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
-from ..schedule.run import RankRun
 from ..schedule.simulate import check_pipeline
 from .placement import Placement
 from .search import MARGINS, Choices, Knobs, Ranks
-from .variants import StageVariants, saved_by
+from .variants import StageVariants, by_stage, saved_by
 
 __all__ = ["plan_pipeline"]
 
@@ -101,79 +99,68 @@ def plan_pipeline(
         raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
     budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
     knobs = Knobs(fraction, delta, max_inflight)
-    how = {"send_latency": send_latency, "send_bandwidth": send_bandwidth}
-    ranks = Ranks(orders, stages, link, variants or {}, knobs, **how)
+    ranks = Ranks(orders, stages, link, variants or {}, knobs, send_latency=send_latency, send_bandwidth=send_bandwidth)
     for rank, budget in enumerate(budgets):
         if budget is not None and variants:
             ranks.recompute(rank, budget, FREE)
-    search = _Search(ranks)
-    return search.plans(search.best(budgets), names or {})
+    return _plans(ranks, _best(ranks, budgets), names or {})
 
 
 Chosen = tuple[Placement, str]
 """What a rank does, and why."""
 
 
-class _Search:
-    """What the ranks do, given the ways in which their groups are run."""
+def _best(ranks: Ranks, budgets: Sequence[int | None]) -> list[Chosen]:
+    """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
+    allowed = ranks.seconds * (1 + FREE)  # that a step may take without a cost
+    found: list[Chosen] = []
+    for margin in MARGINS:
+        choices = [replace(each, margin=margin) for each in ranks.choices]
+        found = [_chosen(each, budget, allowed) for each, budget in zip(choices, budgets, strict=True)]
+        if any(because.startswith(COSTS) for _, because in found):
+            return found
+        if ranks.simulated([placement for placement, _ in found])[1] <= allowed:
+            return found
+    return found
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
 
-        self.orders, self.choices, self.knobs = ranks.orders, ranks.choices, ranks.knobs
-        self.allowed = ranks.seconds * (1 + FREE)  # that a step may take without a cost
+def _chosen(rank: Choices, budget: int | None, allowed: float) -> Chosen:
+    """Return what a rank does, and why."""
+    knobs = rank.knobs
+    if budget is None and not knobs.given and knobs.max_inflight is None:
+        return rank.nothing, ""
+    if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
+        return rank.free, ""
+    found = rank.within(budget, allowed)
+    if found is None:
+        return rank.smallest(), f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
+    free = found[1] <= allowed
+    return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
 
-    def best(self, budgets: Sequence[int | None]) -> list[Chosen]:
-        """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
-        found: list[Chosen] = []
-        for margin in MARGINS:
-            ranks = [replace(choices, margin=margin) for choices in self.choices]
-            found = [self._chosen(rank, budget) for rank, budget in zip(ranks, budgets, strict=True)]
-            if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
-                return found
-        return found
 
-    def _chosen(self, rank: Choices, budget: int | None) -> Chosen:
-        """Return what a rank does, and why."""
-        knobs = self.knobs
-        if budget is None and not knobs.given and knobs.max_inflight is None:
-            return rank.nothing, ""
-        if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
-            return rank.free, ""
-        found = rank.within(budget, partial(self.ranks.alone, rank.rank), self.allowed)
-        if found is None:
-            because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
-            return rank.smallest(), because
-        free = found[1] <= self.allowed
-        return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
-
-    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankRun], float]:
-        return self.ranks.simulated([placement for placement, _ in found])
-
-    def plans(self, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
-        """Return the plans with what they are expected to cost."""
-        ranks, seconds = self._simulated(found)
-        times = self.ranks.pipeline.times
-        saves = saved_by([each.cost for each in times], self.ranks.variants, self.ranks.ways)
-        plans = []
-        for number, (placement, because) in enumerate(found):
-            mine = sorted({step.stage for step in self.orders[number]})
-            groups = {stage: times[stage].groups for stage in mine}
-            numbers = {stage: tuple(map(str, range(len(groups[stage])))) for stage in mine}
-            plans.append(
-                PipelinePlan(
-                    number,
-                    self.orders[number],
-                    {stage: tuple(names.get(stage, numbers[stage])) for stage in mine},
-                    placement.transfers(),
-                    {stage: bool(times[stage].cost.splits) for stage in mine},
-                    {stage: tuple(group.nbytes for group in groups[stage]) for stage in mine},
-                    {stage: saves[stage] for stage in mine if stage in saves},
-                    seconds=seconds,
-                    baseline_seconds=self.ranks.baseline_seconds,
-                    peak_bytes=ranks[number].peak,
-                    saved_peak_bytes=ranks[number].saved_peak,
-                    because=because,
-                )
+def _plans(ranks: Ranks, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
+    """Return the plans with what they are expected to cost."""
+    runs, seconds = ranks.simulated([placement for placement, _ in found])
+    costs = [times.cost for times in ranks.pipeline.times]
+    taken = by_stage(ranks.ways).items()
+    saves = {stage: saved_by(costs[stage], ranks.variants[stage], ways) for stage, ways in taken}
+    plans = []
+    for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
+        mine = {stage: costs[stage] for stage in sorted({step.stage for step in order})}
+        plans.append(
+            PipelinePlan(
+                number,
+                order,
+                {stage: tuple(names.get(stage, map(str, range(len(cost.groups))))) for stage, cost in mine.items()},
+                placement.transfers(),
+                {stage: bool(cost.splits) for stage, cost in mine.items()},
+                {stage: tuple(group.nbytes for group in cost.groups) for stage, cost in mine.items()},
+                {stage: saves[stage] for stage in mine if stage in saves},
+                seconds=seconds,
+                baseline_seconds=ranks.baseline_seconds,
+                peak_bytes=run.peak,
+                saved_peak_bytes=run.saved_peak,
+                because=because,
             )
-        return tuple(plans)
+        )
+    return tuple(plans)

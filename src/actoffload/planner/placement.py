@@ -68,9 +68,9 @@ class Spots:
                 saved, use = first[forward] + group, first[input_] + count - 1 - group
                 weight = first[last] if input_ != last else use
                 ends = first[input_] + count, first[last] + count
-                found.append(Spot(Chunk(stage, microbatch, group), saved, use, weight, *ends))
-        # The backward of others comes first: what is used at once stays.
-        found = sorted((spot for spot in found if runs[spot.saved + 1] < runs[spot.use]), key=lambda spot: spot.saved)
+                if runs[saved + 1] < runs[use]:  # the backward of others comes first: what is used at once stays
+                    found.append(Spot(Chunk(stage, microbatch, group), saved, use, weight, *ends))
+        found.sort(key=lambda spot: spot.saved)
         kinds: dict[tuple[int, int], list[int]] = {}
         for k, spot in enumerate(found):
             kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
@@ -96,8 +96,7 @@ class Profile:
         when = list(accumulate(rank.when, max))
         groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
         ahead = [
-            group.input_ahead if spot.last != spot.use else group.back_ahead
-            for group, spot in zip(groups, spots.all, strict=True)
+            group.input_ahead if spot.split else group.back_ahead for group, spot in zip(groups, spots.all, strict=True)
         ]
         return Profile(spots, when, rank.needs, groups, ahead, link)
 
@@ -108,18 +107,15 @@ class Profile:
 
     def idle(self) -> list[tuple[float, list[int]]]:
         """Return the spots of each group of each stage, those first that are idle longest, with the seconds."""
-        found = []
-        for number, members in enumerate(self.spots.kinds):
+        spots, found = self.spots.all, []
+        for members in self.spots.kinds:
             if self.times[members[0]].nbytes:
                 seconds = sorted(
-                    self.when[self.spots.all[k].use]
-                    - self.when[self.spots.all[k].saved]
-                    - self.times[k].out_after
-                    - self.ahead[k]
+                    self.when[spots[k].use] - self.when[spots[k].saved] - self.times[k].out_after - self.ahead[k]
                     for k in members
                 )
-                found.append((-seconds[len(seconds) // 2], number, members))
-        return [(-less, members) for less, _, members in sorted(found)]
+                found.append((seconds[len(seconds) // 2], members))
+        return sorted(found, key=lambda each: -each[0])
 
     def parts(self, kinds: Iterable[list[int]]) -> list[list[int]]:
         """Return the spots of some kinds in parts with a fourth of the microbatches each."""
@@ -131,16 +127,26 @@ class Profile:
 
     def leanest(self, chosen: Iterable[int]) -> int:
         """Return a bound of the smallest peak that a placement of chosen spots has."""
+        spots = self.spots.all
+        return max(self.needs_with({k: spots[k].saved + 1 for k in chosen}, twice=True), default=0)
+
+    def needs_with(self, releases: Mapping[int, int], *, twice: bool = False) -> list[int]:
+        """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be.
+
+        Those that two backwards use are also freed between them if all are freed `twice`.
+        """
         change = [0] * (len(self.needs) + 1)
-        for k in chosen:
+        for k, release in releases.items():
             spot, times = self.spots.all[k], self.times[k]
-            change[spot.saved + 1] -= times.nbytes
-            change[spot.use] += times.nbytes
-            if spot.last != spot.use:
-                change[spot.trimmed] -= times.nbytes
-                change[spot.last] += times.again_bytes
+            change[release] -= times.nbytes
+            change[max(spot.use, release)] += times.nbytes
+            if spot.split:
+                change[spot.trimmed] -= times.nbytes - times.again_bytes
                 change[spot.gone] += times.nbytes - times.again_bytes
-        return max([need + less for need, less in zip(self.needs, accumulate(change), strict=False)], default=0)
+                if twice:
+                    change[spot.trimmed] -= times.again_bytes
+                    change[spot.last] += times.again_bytes
+        return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
 
 
 @dataclass(slots=True)
@@ -184,14 +190,6 @@ class Placement:
         """Count bytes from one moment to another."""
         self.needs[start:stop] = [need + nbytes for need in self.needs[start:stop]]
 
-    def remove(self, k: int) -> None:
-        """Keep a chunk on the device after all."""
-        spot, times = self.profile.spots.all[k], self.profile.times[k]
-        release, reload, _ = self.placed.pop(k)
-        self.add(times.nbytes, release, reload)
-        if spot.split:
-            self.add(times.nbytes - times.again_bytes, spot.trimmed, spot.gone)
-
 
 def place(
     profile: Profile,
@@ -213,13 +211,12 @@ def place(
     it is expected to be late; `early` are seconds, at most those of one backward of the group, by which each reload is
     done earlier than needed.  With `max_inflight` copies to the host, a chunk whose forward starts then is kept.
     """
-    run = _Run(profile, margin, early, limit, Placement(profile, []))
+    run = _Run(profile, margin, early, limit)
     latest = run.latest_reloads(chosen, again)
     releases = run.releases(sorted(chosen), latest, max_inflight)
     if limit < inf:
         run.force(releases)
-    run.finish(releases, latest)
-    return run.placement
+    return run.finish(releases, latest)
 
 
 @dataclass(slots=True)
@@ -230,7 +227,6 @@ class _Run:
     margin: float
     early: float
     limit: float
-    placement: Placement
     first_reload: float = inf  # seconds at which it has to start
 
     def latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
@@ -249,7 +245,9 @@ class _Run:
             room = margin * seconds + min(self.early, times.cost.backward)
             free = min(when[use] - ahead - room, free - (1 + margin) * seconds)
             m = min(bisect_right(when, free) - 1, use)
-            latest[k, second] = self._before(m) if m >= 0 else -1
+            while m >= 0 and not profile.spots.allowed[m]:
+                m -= 1
+            latest[k, second] = m
             self.first_reload = min(self.first_reload, free)
         return latest
 
@@ -258,11 +256,6 @@ class _Run:
         link = self.profile.link
         both = link.d2h + link.h2d
         return max(both / link.both, 1.0) if link.both is not None and both < inf else 1.0
-
-    def _before(self, m: int) -> int:
-        while not self.profile.spots.allowed[m]:
-            m -= 1
-        return m
 
     def _behind(self, m: int) -> int:
         while not self.profile.spots.allowed[m]:
@@ -292,10 +285,9 @@ class _Run:
 
     def force(self, releases: dict[int, int]) -> None:
         """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
-        spots, needs, limit = self.profile.spots.all, self._needs(releases), self.limit
+        spots, needs, limit = self.profile.spots.all, self.profile.needs_with(releases), self.limit
         waiting = sorted(releases)
-        for m, need in enumerate(needs):
-            need = needs[m]
+        for m, need in enumerate(needs):  # those behind m change in this loop
             if need <= limit or not self.profile.spots.allowed[m]:  # [guard: planned release]
                 continue
             for k in waiting:
@@ -310,24 +302,11 @@ class _Run:
                         break
             waiting = [k for k in waiting if releases[k] > m]
 
-    def _needs(self, releases: dict[int, int]) -> list[int]:
-        """Return the bytes from each moment to the next if all reloads are as late as can be."""
-        profile = self.profile
-        change = [0] * (len(profile.needs) + 1)
-        for k, release in releases.items():
-            spot, times = profile.spots.all[k], profile.times[k]
-            change[release] -= times.nbytes
-            change[max(spot.use, release)] += times.nbytes
-            if spot.last != spot.use:
-                change[spot.trimmed] -= times.nbytes - times.again_bytes
-                change[spot.gone] += times.nbytes - times.again_bytes
-        return [need + less for need, less in zip(profile.needs, accumulate(change), strict=False)]
-
-    def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> None:
-        """Place the reloads, no later than they must be and no earlier than memory allows."""
-        profile, limit, placed = self.profile, self.limit, self.placement.placed
-        spots = profile.spots.all
-        needs = self.placement.needs = self._needs(releases)
+    def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> Placement:
+        """Return the placement with its reloads, no later than they must be and no earlier than memory allows."""
+        profile, limit, spots = self.profile, self.limit, self.profile.spots.all
+        placement = Placement(profile, profile.needs_with(releases))
+        needs, placed, moments = placement.needs, placement.placed, profile.spots.moments
         before = 0
         for k in sorted(releases, key=lambda k: spots[k].use):
             nbytes, use = profile.times[k].nbytes, spots[k].use
@@ -338,21 +317,22 @@ class _Run:
                 while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
                     reload -= 1
                 reload = self._behind(reload)
-            self.placement.add(nbytes, reload, use)
-            needs, before = self.placement.needs, reload
+            placement.add(nbytes, reload, use)
+            before = reload
             placed[k] = releases[k], reload, -1
         for k, (release, reload, _) in list(placed.items()):
-            runs, nbytes = profile.spots.runs, profile.times[k].nbytes
-            for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
+            spot, times, runs = spots[k], profile.times[k], profile.spots.runs
+            for_nothing = (
+                runs[release] == runs[reload] and max(needs[release:reload], default=0) + times.nbytes <= limit
+            )
             if release == reload or for_nothing:  # [guard: planned group that is kept]
-                self.placement.remove(k)
-            else:
-                self._again(k, latest)
-
-    def _again(self, k: int, latest: dict[tuple[int, bool], int]) -> None:
-        """Free a chunk between its two backwards, if there is time."""
-        spot, m, moments = self.profile.spots.all[k], latest.get((k, True), -1), self.profile.spots.moments
-        if m > spot.trimmed and moments[m].step > moments[spot.trimmed].step:
-            release, reload, _ = self.placement.placed[k]
-            self.placement.placed[k] = release, reload, m
-            self.placement.add(-self.profile.times[k].again_bytes, spot.trimmed, m)
+                del placed[k]
+                placement.add(times.nbytes, release, reload)
+                if spot.split:
+                    placement.add(times.nbytes - times.again_bytes, spot.trimmed, spot.gone)
+                continue
+            again = latest.get((k, True), -1)
+            if again > spot.trimmed and moments[again].step > moments[spot.trimmed].step:  # there is time
+                placed[k] = release, reload, again
+                placement.add(-times.again_bytes, spot.trimmed, again)
+        return placement

@@ -9,12 +9,13 @@ last single groups are changed as long as that makes the step shorter.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..schedule.costs import Link
 from ..schedule.pipeline import Computation, StageCost, Step
@@ -23,7 +24,7 @@ from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 from ..schedule.stage_times import StageTimes
 from .placement import Placement, Profile, Spots, place
-from .variants import StageVariants, Upgrade, Ways, recomputed, upgrades
+from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
 __all__ = ["Choices", "Knobs", "Ranks"]
 
@@ -65,22 +66,21 @@ class Choices:
     profile: Profile
     rank: int  # its number
     knobs: Knobs
+    pipeline: Pipeline  # of all ranks
     margin: float = MARGINS[0]  # as in `place`
 
     def __post_init__(self) -> None:
         profile, knobs = self.profile, self.knobs
         idle = [
-            each
-            for each in profile.idle()
-            if knobs.stages is None or profile.spots.all[each[1][0]].chunk.stage in knobs.stages
+            (seconds, members, profile.times[members[0]].nbytes)
+            for seconds, members in profile.idle()
+            if knobs.stages is None or profile.spots.all[members[0]].chunk.stage in knobs.stages
         ]
-        room = float(sum(profile.times[members[0]].nbytes for _, members in idle))
-        room *= 1.0 if knobs.fraction is None else knobs.fraction
+        room = sum(nbytes for *_, nbytes in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= self.rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
         possible, free = list[list[int]](), list[list[int]]()
-        for seconds, members in idle:
-            nbytes = profile.times[members[0]].nbytes
+        for seconds, members, nbytes in idle:
             if nbytes <= room and nbytes * len(members) <= host:
                 room, host = room - nbytes, host - nbytes * len(members)
                 possible.append(members)
@@ -93,13 +93,8 @@ class Choices:
         """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
         chosen = [k for part in parts for k in part]
         split = [k for k in chosen if self.profile.spots.all[k].split]
-        how: dict[str, Any] = {
-            "margin": self.margin,
-            "early": self._early,
-            "max_inflight": self.knobs.max_inflight,
-        }
-        freed_twice: Sequence[Sequence[int]] = ((), split) if split else ((),)
-        return [place(self.profile, chosen, again, limit, **how) for again in freed_twice]
+        how: dict[str, Any] = {"margin": self.margin, "early": self._early, "max_inflight": self.knobs.max_inflight}
+        return [place(self.profile, chosen, again, limit, **how) for again in ([[], split] if split else [[]])]
 
     @cached_property
     def free(self) -> Placement:
@@ -128,21 +123,15 @@ class Choices:
         return self.profile.leanest(k for part in (self.parts if parts is None else parts) for k in part)
 
     def within(
-        self,
-        limit: float,
-        seconds: Callable[[Placement, float], float],
-        free: float,
-        *,
-        quick: bool = False,
-        allowed: float = inf,
+        self, limit: float, free: float, *, quick: bool = False, allowed: float = inf
     ) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is the one of the fewest parts.  `seconds` returns what one takes,
-        or any time above the one that is allowed.  A `quick` answer tries the fewest parts only.
+        Of those that take at most `free` seconds it is the one of the fewest parts.  A `quick` answer tries the fewest
+        parts only.
         """
         if self.profile.peak_bytes <= limit:
-            return self.nothing, seconds(self.nothing, inf)
+            return self.nothing, self.seconds(self.nothing)
         found = None
         largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
         orders = [self.parts] if largest == self.parts else [self.parts, largest]
@@ -151,24 +140,26 @@ class Choices:
         for placement in chain(placed, () if quick else (self.free,)):
             if placement.peak_bytes > limit:
                 continue
-            took = seconds(placement, allowed)
+            took = self.seconds(placement, allowed)
             if took < allowed:
                 found, allowed = (placement, took), took * (1 - ROUNDING)
             if took <= free:
                 break
         return found
 
+    def seconds(self, placement: Placement, allowed: float = inf) -> float:
+        """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
+        actions: list[Actions] = [{} for _ in self.pipeline.compiled]
+        actions[self.rank] = placement.actions()
+        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
+
     def smallest(self) -> Placement:
         """Return the placement with the smallest peak that can be had at any cost."""
         return min(self._place(self.parts, 0), key=lambda placement: placement.peak_bytes)
 
 
-class _Used(NamedTuple):
-    """The ranks with groups in some ways, without offloading."""
-
-    times: list[StageTimes]
-    seconds: float
-    choices: list[Choices]
+Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]
+"""Ways, sorted."""
 
 
 class Ranks:
@@ -193,58 +184,36 @@ class Ranks:
         splits = {stage: bool(cost.splits) for stage, cost in enumerate(stages)}
         self._spots = [Spots.of(order, counts, splits) for order in orders]
         self._times: dict[tuple[int, ...], StageTimes] = {}
-        self._known: dict[tuple[tuple[tuple[int, int], int], ...], _Used] = {}
+        self._known: dict[Key, tuple[list[StageTimes], float, list[Choices]]] = {}
         self.use({})
         self.baseline_seconds = self.seconds
 
     def use(self, ways: Ways) -> None:
-        """Run groups in some ways from now on; what is known of ways is kept."""
-        self.ways, key = ways, tuple(sorted(ways.items()))
+        """Run groups in some ways from now on; how the ranks run so without offloading is found out once."""
+        self.ways, key, pipeline = ways, tuple(sorted(ways.items())), self.pipeline
         if key not in self._known:
-            self._known[key] = self._run(ways)
-        self.pipeline.times, self.seconds, self.choices = self._known[key]
+            mine = by_stage(ways)
+            pipeline.times = [self._stage_times(stage, mine.get(stage, {})) for stage in range(len(self.plain))]
+            runs = pipeline.run([{}] * len(self.orders), note=True)
+            choices = [
+                Choices(Profile.of(spots, run, pipeline.times, pipeline.link), rank, self.knobs, pipeline)
+                for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
+            ]
+            self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
+        pipeline.times, self.seconds, self.choices = self._known[key]
 
-    def _run(self, ways: Ways) -> _Used:
-        """Run the pipeline without offloading, with groups recomputed in some ways."""
-        pipeline = self.pipeline
-        by_stage: dict[int, Ways] = {}
-        for (stage, group), way in ways.items():
-            by_stage.setdefault(stage, {})[stage, group] = way  # type: ignore[index]
-        pipeline.times = [self._stage_times(stage, by_stage.get(stage, {})) for stage in range(len(self.plain))]
-        ranks = pipeline.run([{}] * len(self.orders), note=True)
-        profiles = [
-            Profile.of(spots, rank, pipeline.times, pipeline.link)
-            for spots, rank in zip(self._spots, ranks, strict=True)
-        ]
-        choices = [Choices(profile, rank, self.knobs) for rank, profile in enumerate(profiles)]
-        return _Used(pipeline.times, max((rank.compute for rank in ranks), default=0.0), choices)
-
-    def _stage_times(self, stage: int, ways: Ways) -> StageTimes:
+    def _stage_times(self, stage: int, ways: Mapping[int, int]) -> StageTimes:
         """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
-        plain = self.plain[stage]
-        key = id(plain), *(id(self.variants[stage][group][way].cost) for (_, group), way in sorted(ways.items()))
+        plain, variants = self.plain[stage], self.variants.get(stage, ())
+        key = id(plain), *(id(variants[group][way].cost) for group, way in ways.items())
         if key not in self._times:
-            cost = recomputed(self.plain, self.variants, ways)[stage]
-            self._times[key] = self.pipeline.stage_times(cost)
+            self._times[key] = self.pipeline.stage_times(recomputed(plain, variants, ways))
         return self._times[key]
-
-    def alone(self, rank: int, placement: Placement, allowed: float = inf) -> float:
-        """Return the time of a step in which one rank offloads, or any time above the one that is allowed."""
-        actions: list[Actions] = [{} for _ in self.orders]
-        actions[rank] = placement.actions()
-        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
 
     def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:
         """Return the runs of all ranks, and the time of the step."""
         ranks = self.pipeline.run([placement.actions() for placement in placements])
         return ranks, max((rank.compute for rank in ranks), default=0.0)
-
-    def within(
-        self, rank: int, limit: float, *, free: float, quick: bool = False, allowed: float = inf
-    ) -> tuple[Placement, float] | None:
-        """Return what one rank does within a limit, as `Choices.within`, while the others offload nothing."""
-        alone = partial(self.alone, rank)
-        return self.choices[rank].within(limit, alone, self.seconds * (1 + free), quick=quick, allowed=allowed)
 
     def recompute(self, rank: int, limit: float, free: float, *, quick: bool = False) -> None:
         """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.
@@ -254,8 +223,9 @@ class Ranks:
         """
         stages = {step.stage for step in self.orders[rank]}
         if not any(stage in stages for stage, _ in self.ways):
-            found = self.within(rank, limit, free=free, quick=quick)
-            if found is not None and found[1] <= self.seconds * (1 + free):
+            most = self.seconds * (1 + free)
+            found = self.choices[rank].within(limit, most, quick=quick)
+            if found is not None and found[1] <= most:
                 return
         self.use(_Greedy(self, rank, limit, free, quick).best())
 
@@ -267,18 +237,16 @@ class _Greedy:
         self._ranks, self._which, self._limit, self._free, self._quick = ranks, rank, limit, free, quick
         self._others = ranks.ways
         order = ranks.orders[rank]
-        forwards = [step.stage for step in order if step.computation is Computation.FORWARD]
-        stages = sorted(set(forwards) & set(ranks.variants))
+        self._number = Counter(step.stage for step in order if step.computation is Computation.FORWARD)
+        stages = sorted(self._number.keys() & ranks.variants.keys())
         self._pairs = [(stage, group) for stage in stages for group in range(len(ranks.variants[stage]))]
         costs = {pair: [way.cost for way in ranks.variants[pair[0]][pair[1]]] for pair in self._pairs}
         self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}
         self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
-        self._number = {stage: forwards.count(stage) for stage in stages}
-        plain = [(ranks.plain[stage].groups, forwards.count(stage)) for stage in set(forwards)]
+        plain = [(ranks.plain[stage].groups, number) for stage, number in sorted(self._number.items())]
         self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
-        moments = len(ranks.choices[rank].profile.needs)
-        self._tries = min(max(WORK // max(moments, 1), TRIES), MOST_TRIES)
-        self._known: dict[tuple[tuple[tuple[int, int], int], ...], Rank] = {}
+        self._tries = min(max(WORK // max(len(ranks.choices[rank].profile.needs), 1), TRIES), MOST_TRIES)
+        self._known: dict[Key, Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
 
     def best(self) -> Ways:
@@ -304,20 +272,23 @@ class _Greedy:
         more = sum(
             self._number[pair[0]] * (self._seconds[pair][way] - self._seconds[pair][0]) for pair, way in ways.items()
         )
-        if (not exceeds and self._compute + more >= least) or len(self._known) >= self._tries:
+        # Until some ways keep the limit, no time is too long.
+        longest = inf if exceeds else least
+        if self._compute + more >= longest or len(self._known) >= self._tries:
             return True, inf, more
         ranks = self._ranks
         ranks.use({**self._others, **ways})
-        if not exceeds and ranks.seconds >= least:
+        if ranks.seconds >= longest:
             rank: Rank = False, ranks.seconds, more
         else:
-            allowed = inf if exceeds else least * (1 + ROUNDING)
-            found = ranks.within(self._which, self._limit, free=self._free, quick=self._quick, allowed=allowed)
+            allowed = longest * (1 + ROUNDING)
+            most = ranks.seconds * (1 + self._free)
+            found = ranks.choices[self._which].within(self._limit, most, quick=self._quick, allowed=allowed)
             if found is not None:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
                 smallest = ranks.choices[self._which].smallest()
-                rank = True, float(smallest.peak_bytes), ranks.alone(self._which, smallest)
+                rank = True, float(smallest.peak_bytes), ranks.choices[self._which].seconds(smallest)
             else:
                 rank = True, inf, more
         self._known[key] = rank
@@ -352,11 +323,10 @@ class _Greedy:
             for start in reversed(range(0, count, size)):  # the last groups are the cheapest to keep
                 for here, next_ in ((-1, 0), (-MOST_TRIES, 0), (-1, 1), (1, -1), (1, 0)):
                     best, ways = self._best
-                    changes = [(self._pairs[k], here) for k in range(start, min(start + size, count))]
-                    changes += [(self._pairs[k], next_) for k in range(start + size, min(start + 2 * size, count))]
                     other = dict(ways)
-                    for pair, change in changes:
-                        other[pair] = min(max(ways.get(pair, 0) + change, 0), len(self._saved[pair]) - 1)
+                    for k, pair in enumerate(self._pairs[start : start + 2 * size]):
+                        way = ways.get(pair, 0) + (here if k < size else next_)
+                        other[pair] = min(max(way, 0), len(self._saved[pair]) - 1)
                     improved |= self._rank({pair: way for pair, way in other.items() if way}) < best
             if not improved:
                 size = 0 if size == 1 else max(size // 4, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ __all__ = [
     "Upgrade",
     "Variant",
     "Ways",
+    "by_stage",
     "recomputed",
     "replay_ways",
     "saved_by",
@@ -247,12 +249,9 @@ def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, 
 
 def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
     """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
-    before, total = len(sizes), sum(sizes)
-    for step in range(1, steps):
-        until, number = total * (steps - step) / steps, 0
-        while number < len(sizes) and until >= sizes[number]:
-            until -= sizes[number]
-            number += 1
+    before, sums = len(sizes), list(accumulate(sizes))
+    for step in range(1, steps) if sizes else ():
+        number = bisect_right(sums, sums[-1] * (steps - step) / steps)
         if 0 < number < before:
             yield number
             before = number
@@ -305,43 +304,38 @@ def upgrades(
     return sorted(steps, key=lambda step: step.price)
 
 
-def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways) -> tuple[StageCost, ...]:
-    """Return what the stages cost if their groups are run in some ways.
+def by_stage(ways: Ways) -> dict[int, dict[int, int]]:
+    """Return ways by stage, and of each stage by group, in order."""
+    found: dict[int, dict[int, int]] = {}
+    for (stage, group), way in sorted(ways.items()):
+        found.setdefault(stage, {})[group] = way
+    return found
+
+
+def recomputed(cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Mapping[int, int]) -> StageCost:
+    """Return what a stage costs if some of its groups are run in other ways.
 
     A group whose backward is split is recomputed once, in the input backward.  What the weight backward reads and the
     group does not save is recomputed, and stays until then.
     """
-    found = list(stages)
-    for stage in sorted({stage for stage, _ in ways}):
-        cost = stages[stage]
-        groups, splits = list(cost.groups), list(cost.splits)
-        for group, plain in enumerate(cost.groups):
-            way = ways.get((stage, group))
-            if way is None:
-                continue
-            taken = variants[stage][group][way]
-            groups[group] = taken.cost
-            if splits:
-                split, again = splits[group], taken.read_again
-                kept = min(split.kept if again is None else again, taken.cost.nbytes)
-                splits[group] = replace(
-                    split,
-                    input_seconds=max(split.input_seconds + taken.cost.backward - plain.backward, 0.0),
-                    kept=kept,
-                    recomputed=max(split.kept - kept, 0),
-                )
-        found[stage] = replace(cost, groups=tuple(groups), splits=tuple(splits))
-    return tuple(found)
+    groups, splits = list(cost.groups), list(cost.splits)
+    for group, way in ways.items():
+        plain, taken = cost.groups[group], variants[group][way]
+        groups[group] = taken.cost
+        if splits:
+            split, again = splits[group], taken.read_again
+            kept = min(split.kept if again is None else again, taken.cost.nbytes)
+            splits[group] = replace(
+                split,
+                input_seconds=max(split.input_seconds + taken.cost.backward - plain.backward, 0.0),
+                kept=kept,
+                recomputed=max(split.kept - kept, 0),
+            )
+    return replace(cost, groups=tuple(groups), splits=tuple(splits))
 
 
 def saved_by(
-    stages: Sequence[StageCost], variants: StageVariants, ways: Ways
-) -> dict[int, tuple[tuple[str, ...] | None, ...]]:
-    """Return for each stage with recomputation what its groups save: see `PipelinePlan.saves`."""
-    found = {}
-    for stage in sorted({stage for stage, _ in ways}):
-        groups = range(len(stages[stage].groups))
-        found[stage] = tuple(
-            variants[stage][group][ways[stage, group]].saves if (stage, group) in ways else None for group in groups
-        )
-    return found
+    cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Mapping[int, int]
+) -> tuple[tuple[str, ...] | None, ...]:
+    """Return what the groups of a stage with recomputation save: see `PipelinePlan.saves`."""
+    return tuple(variants[k][ways[k]].saves if k in ways else None for k in range(len(cost.groups)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
@@ -115,15 +115,19 @@ class Roles:
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:
         """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
-        steps = [action for actions in plan.steps.values() for action in actions]
+        offloaded = frozenset(plan.offloaded)
+        backward = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
+        forward = {action for event in plan.steps.keys() - set(backward) for action in plan.steps[event]}
+        freed = {k for k in offloaded if Action(Do.RELEASE, k) in forward and Action(Do.RELOAD, k) not in forward}
+        before = {event.layer - 1 for event in backward if event.when is When.BACKWARD_END}  # it ends above them
         return Roles(
             plan,
-            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
-            last_leaving=max(plan.offloaded, default=-1 if planned else OUTSIDE - 1),
-            reached=_reached(plan),
-            planned=bool(steps) if planned is None else planned,
+            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - offloaded,
+            last_leaving=max(offloaded, default=-1 if planned else OUTSIDE - 1),
+            reached=offloaded.union((event.layer for event in backward), before),
+            planned=any(plan.steps.values()) if planned is None else planned,
             actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
-            freed_later=frozenset(plan.offloaded) - _freed_in_forward(plan),
+            freed_later=offloaded - freed,
         )
 
     @staticmethod
@@ -140,25 +144,6 @@ class Roles:
         """
         calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
         return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
-
-
-def _freed_in_forward(plan: Plan) -> frozenset[int]:
-    """Return the layers that a plan releases in the forward, and does not reload before backward begins."""
-    forward = [
-        action
-        for event, actions in plan.steps.items()
-        if event.when in (When.FORWARD_START, When.FORWARD_END)
-        for action in actions
-    ]
-    reloaded = {action.layer for action in forward if action.do is Do.RELOAD}
-    return frozenset({action.layer for action in forward if action.do is Do.RELEASE} - reloaded)
-
-
-def _reached(plan: Plan) -> frozenset[int]:
-    """Return the layers whose start in backward the engine must see for a plan; backward ends above them."""
-    events = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
-    before = {event.layer - 1 for event in events if event.when is When.BACKWARD_END}
-    return frozenset({*plan.offloaded, *(event.layer for event in events), *before})
 
 
 # Another sequence of groups
@@ -182,13 +167,11 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
     """
     if tuple(names) == plan.names:
         return plan
-    less = plan.recomputed_nbytes
     # The earlier position of each group, None for new ones.
     places = {_nth(plan.names, k): k for k in range(plan.model_layers)}
     earlier = tuple(places.get(_nth(names, k)) for k in range(len(names)))
     now = {k: position for position, k in enumerate(earlier) if k is not None}
-    moved = Plan(len(names))
-    events = list(moved.events())
+    events = list(Plan(len(names)).events())
     order = {event: k for k, event in enumerate(events)}
     # For each earlier event, the place of itself or of the next one in time whose group still runs.
     target: dict[Event, int] = {}
@@ -208,15 +191,19 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
         # [guard: groups that a plan does not know]
         calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
     calls.sort(key=lambda call: call[:2])
+
+    def moved(entries: Sequence[Any], unknown: Any) -> tuple[Any, ...]:
+        return tuple(unknown if k is None else entries[k] for k in earlier) if entries else ()
+
     return Plan.of(
         len(names),
         ((events[place], action) for place, _, action in calls),
         names=tuple(names),
         because=plan.because,
         holds=plan.holds,
-        nbytes=tuple(0 if k is None else plan.nbytes[k] for k in earlier) if plan.nbytes else (),
-        recomputed_nbytes=tuple(0 if k is None else less[k] for k in earlier) if less else (),
-        saves=tuple(None if k is None else plan.saves[k] for k in earlier) if plan.saves else (),
+        nbytes=moved(plan.nbytes, 0),
+        recomputed_nbytes=moved(plan.recomputed_nbytes, 0),
+        saves=moved(plan.saves, None),
     )
 
 

@@ -316,10 +316,9 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
             f"microbatches is {microbatches}; with {ranks} ranks expected a multiple of the {rounds} rounds."
         )
     in_round, total = microbatches // rounds, microbatches * stages_per_rank
-    orders = []
+    loops, orders = [k // in_round % stages_per_rank for k in range(total)], []
     for rank in range(ranks):
         warmup = min((stages_per_rank - 1) * in_round + 2 * (ranks - 1 - rank), total)
-        loops = [k // in_round % stages_per_rank for k in range(total)]
         forwards = [loop * ranks + rank for loop in loops]
         orders.append(_alternate(warmup, forwards, [(stages_per_rank - 1 - loop) * ranks + rank for loop in loops]))
     return tuple(orders)

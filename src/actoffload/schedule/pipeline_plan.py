@@ -14,7 +14,7 @@ from .._text import Table, size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import AnyPlan, Do
 
-__all__ = ["Actions", "Call", "PipelinePlan", "actions_at"]
+__all__ = ["NOTHING", "Actions", "Call", "PipelinePlan", "actions_at"]
 
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
@@ -149,28 +149,22 @@ class PipelinePlan(AnyPlan):
 
     def first_use(self, chunk: Chunk) -> Moment:
         """Return the moment at which a backward first comes to a chunk."""
-        return self._use(chunk, 1)
+        return self.position(self.uses(chunk.stage, chunk.microbatch)[1], chunk.group)
 
     def last_use(self, chunk: Chunk) -> Moment:
         """Return the moment at which the last backward that uses a chunk comes to it."""
-        return self._use(chunk, 2)
-
-    def _use(self, chunk: Chunk, which: int) -> Moment:
-        uses = self._uses[chunk.stage, chunk.microbatch]
-        if which == 2 and uses[1] != uses[2]:
-            return Moment(uses[2], 0)  # a weight backward starts as a whole
-        return self.position(uses[which], chunk.group)
+        _, first, last = self.uses(chunk.stage, chunk.microbatch)
+        return self.position(last, chunk.group) if first == last else Moment(last, 0)  # a weight backward is a whole
 
     def _problem(self, chunk: Chunk, transfer: Transfer) -> str:
         """Return what is wrong with a transfer; empty if nothing is."""
         if (chunk.stage, chunk.microbatch) not in self._uses or not 0 <= chunk.group < len(self.names[chunk.stage]):
             return "this rank does not compute that"
-        saved = self.position(self._uses[chunk.stage, chunk.microbatch][0], chunk.group)
-        if not saved < transfer.release:
-            return "frees it before its forward has ended"
-        if not transfer.release <= transfer.reload <= self.first_use(chunk):
-            return "reloads it before it is freed, or after it is used"
         again, first, last = transfer.reload_again, self.first_use(chunk), self.last_use(chunk)
+        if not self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group) < transfer.release:
+            return "frees it before its forward has ended"
+        if not transfer.release <= transfer.reload <= first:
+            return "reloads it before it is freed, or after it is used"
         if again is not None and not first.step < again.step <= last.step:
             return "reloads it again outside of the time between its two backwards"
         if again is not None and again > last:
@@ -185,8 +179,10 @@ class PipelinePlan(AnyPlan):
         """Actions by step and position: releases, then reloads in the order in which they are used, then offloads."""
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
-            first = self.first_use(chunk)
-            saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
+            first, saved = (
+                self.first_use(chunk),
+                self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group),
+            )
             calls += (saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)
             if transfer.reload_again is not None:
                 calls.append((self.end(first.step), 0, first, chunk))

@@ -12,20 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, ClassVar, Self
 
 from .._arguments import check_kind, check_kinds, check_whole
 from .._text import Table, fold, fold_names, milliseconds, numberless, size, size_or_dash
 
-__all__ = [
-    "Action",
-    "AnyPlan",
-    "Do",
-    "Event",
-    "Plan",
-    "When",
-]
+__all__ = ["Action", "AnyPlan", "Do", "Event", "Plan", "When"]
 
 FORMAT = "actoffload plan"  # of files
 
@@ -206,13 +199,13 @@ class Plan(AnyPlan):
                 )
         self._check()
 
-    @staticmethod
-    def of(model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Plan:
+    @classmethod
+    def of(cls, model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Self:
         """Return the plan in which each action follows its event; `more` are other parameters by name."""
         steps: dict[Event, tuple[Action, ...]] = {}
         for event, action in calls:
             steps[event] = (*steps.get(event, ()), action)
-        return Plan(model_layers, steps, **more)
+        return cls(model_layers, steps, **more)
 
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
@@ -275,11 +268,10 @@ class Plan(AnyPlan):
         groups = [(name, k in offloaded, k in again, less[k], self.nbytes[k]) for k, name in enumerate(self.names)]
         rows = []
         for alike in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            nbytes = sum(group[4] for group in alike)
-            _, leaves, recomputed, saved_less, _ = alike[0]
-            sizes = (0, nbytes) if leaves else (nbytes, 0)
-            name = fold_names(tuple(group[0] for group in alike))
-            rows.append(self._row(name, len(alike), sizes, len(alike) * saved_less, recomputed))
+            number, (_, leaves, recomputed, saved_less, nbytes) = len(alike), alike[0]
+            sizes = (0, number * nbytes) if leaves else (number * nbytes, 0)
+            name = fold_names(group[0] for group in alike)
+            rows.append(self._row(name, number, sizes, number * saved_less, recomputed))
         total = self.kept_bytes, self.offloaded_bytes
         rows.append(self._row("", len(self.names), total, sum(less), bool(again)))
         header = ("group", "number", "kept", "offloaded", *(["recomputed"] if again else []))
@@ -343,23 +335,22 @@ class Plan(AnyPlan):
                 raise ValueError(f"expected {FORMAT} of version {cls.VERSION}")
             if not isinstance(content["because"], str):
                 raise TypeError("the reason is no text")
-            steps: dict[Event, tuple[Action, ...]] = {}
-            for when, at, do, layer in content["steps"]:
-                event = Event(When[when], _number(at))
-                steps[event] = (*steps.get(event, ()), Action(Do[do], _number(layer)))
-            return cls(
-                model_layers=_number(content["model_layers"]),
-                steps=steps,
+            return cls.of(
+                _number(content["model_layers"]),
+                [
+                    (Event(When[when], _number(at)), Action(Do[do], _number(layer)))
+                    for when, at, do, layer in content["steps"]
+                ],
                 names=content["names"],
                 nbytes=tuple(map(_number, content["nbytes"])),
                 recomputed_nbytes=tuple(map(_number, content["recomputed_nbytes"])),
                 recompute_seconds=_number(content["recompute_seconds"], int, float),
                 saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
                 holds=content["holds"] is True,
-                seconds=_optional_number(content["seconds"], int, float),
-                baseline_seconds=_optional_number(content["baseline_seconds"], int, float),
-                peak_bytes=_optional_number(content["peak_bytes"]),
-                baseline_peak_bytes=_optional_number(content.get("baseline_peak_bytes")),
+                seconds=_number(content["seconds"], int, float, NoneType),
+                baseline_seconds=_number(content["baseline_seconds"], int, float, NoneType),
+                peak_bytes=_number(content["peak_bytes"], int, NoneType),
+                baseline_peak_bytes=_number(content.get("baseline_peak_bytes"), int, NoneType),
                 because=content["because"],
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -408,12 +399,7 @@ class Plan(AnyPlan):
 
 
 def _number(value: Any, *types: type) -> Any:
-    """Return a number of one of the types, int if none is given; raise a `ValueError` for others and negative ones."""
-    if type(value) not in (types or (int,)) or not value >= 0:
+    """Return a value of one of the types, by default int; raise a `ValueError` for others and negative numbers."""
+    if type(value) not in (types or (int,)) or (value is not None and not value >= 0):
         raise ValueError(f"{value!r} is no number that was expected")
     return value
-
-
-def _optional_number(value: Any, *types: type) -> Any:
-    """Return None, or what `_number` returns."""
-    return None if value is None else _number(value, *types)

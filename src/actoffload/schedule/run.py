@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .costs import Link
 from .pipeline import ChunkAction, Computation, Step
-from .pipeline_plan import Actions
+from .pipeline_plan import NOTHING, Actions
 from .plan import Do
 from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
@@ -109,7 +109,6 @@ class RankRun:
 
         A rank that waits for what this one sends goes from `waiting` to `ready`.
         """
-        nothing: dict[int, tuple[ChunkAction, ...]] = {}
         for number in range(len(self.starts), len(self.steps)):
             needs, sends, delay, step = self.steps[number]
             if needs >= 0:
@@ -122,7 +121,7 @@ class RankRun:
             self.starts.append(self.compute)
             if self.record:
                 self.stalls.append(self.stalled)
-            self._step(number, step, self.times[step.stage], self.actions.get(number, nothing))
+            self._step(number, step, self.times[step.stage], self.actions.get(number, NOTHING))
             if self.compute > self.allowed:
                 return STOPPED
             if sends >= 0:
@@ -297,17 +296,15 @@ class RankRun:
         if self.record:
             self.spans.append(Span(Kind.D2H, key[self.label], begin, self.d2h, piece.nbytes))
 
-    def _copy_back(self, key: Key, copy: _Copy, nbytes: int | None = None, seconds: float = 0.0) -> None:
-        """Queue copies to the device at the present time of compute: of all bytes, or of some."""
+    def _copy_back(self, key: Key, copy: _Copy) -> None:
+        """Queue copies to the device at the present time of compute."""
         piece = copy.piece
-        if nbytes is None:
-            nbytes, seconds = piece.nbytes, piece.back
         begin = max(self.h2d, self.compute)
-        self.h2d = copy.arrival = self._copied(begin, piece.latency, seconds, self.d2h, back=True)
+        self.h2d = copy.arrival = self._copied(begin, piece.latency, piece.back, self.d2h, back=True)
         copy.on_device = True
-        self.bytes_back += nbytes
+        self.bytes_back += piece.nbytes
         if self.record:
-            self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, nbytes))
+            self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, piece.nbytes))
 
     def _copied(self, start: float, latency: float, seconds: float, busy: float, *, back: bool) -> float:
         if busy <= start:
@@ -329,9 +326,15 @@ class RankRun:
                 for copy in self._held[chunk]:  # one, or none if the group saves nothing
                     copy.on_device = False
                     if do is Do.RELOAD:
-                        self._copy_back(chunk, copy, group.again_bytes, group.again)
+                        copy.piece = copy.piece._replace(nbytes=group.again_bytes, back=group.again)
+                        self._copy_back(chunk, copy)
             elif do is Do.RELEASE:
-                self._release(chunk)
+                self._released.add(chunk)
+                present = [copy for copy in self._held[chunk] if copy.on_device]
+                self._wait(max([copy.copied for copy in present], default=0.0), chunk)
+                for copy in present:
+                    copy.on_device = False
+                self._occupy(-sum([copy.piece.nbytes for copy in present]))
             else:
                 absent = [copy for copy in self._held[chunk] if not copy.on_device]
                 self._occupy(sum([copy.piece.nbytes for copy in absent]))
@@ -339,15 +342,6 @@ class RankRun:
                     self._copy_back(chunk, copy)
         if self.saved != self._at_border or self._highest != self._at_border:
             self._border(level)  # [guard: simulated peak of an event]
-
-    def _release(self, key: Key) -> None:
-        """Free what is on the device, when it is copied."""
-        self._released.add(key)
-        present = [copy for copy in self._held[key] if copy.on_device]
-        self._wait(max([copy.copied for copy in present], default=0.0), key)
-        for copy in present:
-            copy.on_device = False
-        self._occupy(-sum([copy.piece.nbytes for copy in present]))
 
     # Memory
 

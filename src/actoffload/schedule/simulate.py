@@ -10,25 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
+from typing import Any
 
 from .._arguments import check_fits, check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
-from .plan import Action, Event, Plan, When
+from .plan import Action, Plan
 from .run import NEVER, STOPPED, Compiled, RankRun
 from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
 
-__all__ = [
-    "Pipeline",
-    "PipelineSimulation",
-    "RankSimulation",
-    "check_pipeline",
-    "simulate",
-    "simulate_pipeline",
-]
+__all__ = ["Pipeline", "PipelineSimulation", "RankSimulation", "check_pipeline", "simulate", "simulate_pipeline"]
 
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_seconds: float = 0.0) -> Simulation:
@@ -261,10 +255,9 @@ def simulate_pipeline(
             if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
     pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
-    baseline = ranks = _simulated(pipeline, [{}] * len(steps))
-    if any(plan is not None and plan.transfers for plan in planned):
-        ranks = _simulated(pipeline, [{} if plan is None else plan.actions for plan in planned])
-    return PipelineSimulation(ranks, baseline)
+    baseline = _simulated(pipeline, [{}] * len(steps))
+    actions: list[Actions] = [{} if plan is None else plan.actions for plan in planned]
+    return PipelineSimulation(_simulated(pipeline, actions) if any(actions) else baseline, baseline)
 
 
 def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
@@ -330,7 +323,8 @@ class Pipeline:
         model: bool = False,
         exact: bool = False,
     ) -> None:
-        self.link, self.host_seconds, self.model, self._exact = link, host_seconds, model, exact
+        self.link, self._exact = link, exact
+        self._how: dict[str, Any] = {"host_seconds": host_seconds, "label": 0 if model else 1}
         self.latency, self.bandwidth = send_latency, send_bandwidth
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
@@ -365,11 +359,10 @@ class Pipeline:
         `record` and `note` are as in `RankRun`.
         """
         arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
-        label = 0 if self.model else 1
-        ranks = []
-        how = self.host_seconds, label, record, note, allowed
-        for steps, other, acts in zip(self.compiled, self.other, actions, strict=True):
-            ranks.append(RankRun(steps, self.times, self.link, other, acts, *how))
+        ranks = [
+            RankRun(steps, self.times, self.link, other, acts, **self._how, record=record, note=note, allowed=allowed)
+            for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
+        ]
         waiting: dict[int, int] = {}
         ready = list(reversed(range(len(ranks))))
         while ready:
@@ -402,23 +395,21 @@ def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
 
 def model_actions(plan: Plan) -> Actions:
     """Return the actions of a plan by step and position."""
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
-    for event, acts in plan.steps.items():
-        when, layer = event.when, event.layer
-        backward = when in (When.BACKWARD_START, When.BACKWARD_END)
-        step = 2 * plan.model_layers - 1 - layer if backward else layer
-        position = int(when in (When.FORWARD_END, When.BACKWARD_END))
-        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in acts)
-        actions.setdefault(step, {})[position] = chunks
+    actions: Actions = {}
+    for place, event in enumerate(plan.events()):
+        step, position = divmod(place, 2)
+        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps.get(event, ()))
+        if chunks:
+            actions.setdefault(step, {})[position] = chunks
     return actions
 
 
 def model_plan(layers: int, actions: Actions) -> Plan:
     """Return the plan of a model with some actions by step and position."""
-    steps = {}
-    for step, at_step in actions.items():
-        whens = (When.FORWARD_START, When.FORWARD_END) if step < layers else (When.BACKWARD_START, When.BACKWARD_END)
-        for position, acts in at_step.items():
-            event = Event(whens[position], step if step < layers else 2 * layers - 1 - step)
-            steps[event] = tuple(Action(act.do, act.chunk.stage) for act in acts)
+    events = list(Plan(layers).events())
+    steps = {
+        events[2 * step + position]: tuple(Action(act.do, act.chunk.stage) for act in acts)
+        for step, at_step in actions.items()
+        for position, acts in at_step.items()
+    }
     return Plan(layers, steps)

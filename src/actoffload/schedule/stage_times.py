@@ -49,38 +49,29 @@ class Part:
     last: bool  # nothing uses it later
 
 
-@dataclass(slots=True)
 class GroupTimes:
-    """Copies of one group in seconds."""
+    """Copies of one group in seconds, which are `exact` to the tensor, or of all of them as one piece."""
 
-    cost: LayerCost
-    nbytes: int
-    out: float  # the copies to the host
-    out_ready: float  # from the start of forward until the first copy can start
-    out_after: float  # until all are done, if the queue is free
-    back: float  # the copies back
-    back_ahead: float  # by which they must start before a full backward does, without a stall
-    input_ahead: float  # the same for an input backward
-    again_bytes: int  # what a weight backward needs again
-    again: float
-    link: Link
+    def __init__(self, cost: LayerCost, split: SplitCost | None, link: Link, *, exact: bool) -> None:
+        self.cost, self.nbytes, self._link, self._exact = cost, cost.nbytes, link, exact
+        # The copies to the host, and from the start of forward until all are done, if the queue is free.
+        self.out, self.out_after = copies_out(cost, link)
+        # From the start of forward until the first copy can start.
+        self.out_ready = cost.saved[0].saved_at * cost.forward if cost.saved else 0.0
+        # The copies back, and by how much they must start before a full backward does, without a stall.
+        self.back, self.back_ahead = copies_back(cost, link)
+        self.input_ahead = self.back_ahead
+        if split is not None:  # the input backward needs the tensors at the same parts of a shorter time
+            self.input_ahead = copies_back(replace(cost, backward=split.input_seconds), link)[1]
+        # What a weight backward needs again.
+        self.again_bytes = 0 if split is None else split.kept
+        self.again = link.latency * len(cost.saved) + self.again_bytes / link.h2d if self.again_bytes else 0.0
 
-    @staticmethod
-    def of(cost: LayerCost, split: SplitCost | None, link: Link) -> GroupTimes:
-        """Return the times of a group, whose backward may be split."""
-        out, after = copies_out(cost, link)
-        back, ahead = copies_back(cost, link)
-        # The input backward needs the tensors at the same parts of a shorter time.
-        input_ahead = ahead if split is None else copies_back(replace(cost, backward=split.input_seconds), link)[1]
-        ready = cost.saved[0].saved_at * cost.forward if cost.saved else 0.0
-        again = split.kept if split is not None else 0
-        seconds = link.latency * len(cost.saved) + again / link.h2d if again else 0.0
-        return GroupTimes(cost, cost.nbytes, out, ready, after, back, ahead, input_ahead, again, seconds, link)
-
-    def pieces(self, *, exact: bool) -> tuple[Piece, ...]:
-        """Return the pieces of the group: each tensor if they are `exact`, otherwise all of them in one."""
-        saved, link = self.cost.saved, self.link
-        if exact:
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of the group."""
+        saved, link = self.cost.saved, self._link
+        if self._exact:
             return tuple(
                 Piece(each.nbytes, 1, link.latency, each.nbytes / link.d2h, 0.0, each.nbytes / link.h2d)
                 for each in saved
@@ -88,10 +79,10 @@ class GroupTimes:
         one = Piece(self.nbytes, len(saved), 0.0, self.out, self.out_after - self.out_ready, self.back)
         return (one,) if saved else ()
 
-    def uses(self, computation: Computation, *, exact: bool) -> tuple[Use, ...]:
+    def uses(self, computation: Computation) -> tuple[Use, ...]:
         """Return where a computation comes to each piece, in order."""
         cost = self.cost
-        if not exact:
+        if not self._exact:
             lead = {
                 Computation.BACKWARD: self.back - self.back_ahead,
                 Computation.BACKWARD_INPUT: self.back - self.input_ahead,
@@ -99,12 +90,12 @@ class GroupTimes:
             at = self.out_ready if computation is Computation.FORWARD else 0.0
             return (Use(0, at, 0.0, lead.get(computation, 0.0)),) if cost.saved else ()
         if computation is Computation.FORWARD:
-            places = [(k, each.saved_at) for k, each in enumerate(cost.saved)]
-            return tuple(Use(k, at * cost.forward, at * cost.host_forward) for k, at in places)
-        if cost.unpacks_at_once:
-            return tuple(Use(k, 0.0, 0.0) for k in cost.order_of_use)
-        places = [(k, cost.saved[k].needed_at) for k in cost.order_of_use]
-        return tuple(Use(k, at * cost.backward, at * cost.host_backward) for k, at in places)
+            return tuple(
+                Use(k, each.saved_at * cost.forward, each.saved_at * cost.host_forward)
+                for k, each in enumerate(cost.saved)
+            )
+        parts = [(k, 0.0 if cost.unpacks_at_once else cost.saved[k].needed_at) for k in cost.order_of_use]
+        return tuple(Use(k, part * cost.backward, part * cost.host_backward) for k, part in parts)
 
 
 @dataclass
@@ -120,18 +111,18 @@ class StageTimes:
         """The groups, in order of the forward."""
         splits = self.cost.splits or (None,) * len(self.cost.groups)
         pairs = zip(self.cost.groups, splits, strict=True)
-        return [GroupTimes.of(group, split, self.link) for group, split in pairs]
+        return [GroupTimes(group, split, self.link, exact=self.exact) for group, split in pairs]
 
     @cached_property
     def pieces(self) -> list[tuple[Piece, ...]]:
         """The pieces of each group."""
-        return [group.pieces(exact=self.exact) for group in self.groups]
+        return [group.pieces for group in self.groups]
 
     @cached_property
     def parts(self) -> dict[Computation, list[Part]]:
         """The compute of the groups in each computation, in order of execution; none if it computes nothing."""
-        forward, backward, inputs, weights = list[Part](), list[Part](), list[Part](), list[Part]()
-        for k, group in enumerate(self.groups):
+        found = {computation: list[Part]() for computation in Computation}
+        for group, split in zip(self.groups, self.cost.splits or (None,) * len(self.groups), strict=True):
             cost = group.cost
             own = Part(
                 gap=cost.gap_forward,
@@ -141,12 +132,11 @@ class StageTimes:
                 gap_temporary=cost.gap_forward_temporary,
                 kept=cost.kept_bytes,
                 levels=cost.other_bytes[:2],
-                uses=group.uses(Computation.FORWARD, exact=self.exact),
+                uses=group.uses(Computation.FORWARD),
                 at_once=self.exact and cost.unpacks_at_once,
                 frees=False,
                 last=False,
             )
-            forward.append(own)
             full = replace(
                 own,
                 gap=cost.gap_backward,
@@ -156,28 +146,25 @@ class StageTimes:
                 gap_temporary=cost.gap_backward_temporary,
                 kept=-cost.kept_bytes,
                 levels=cost.other_bytes[2:],
-                uses=group.uses(Computation.BACKWARD, exact=self.exact),
+                uses=group.uses(Computation.BACKWARD),
                 frees=True,
                 last=True,
             )
-            backward.insert(0, full)
-            if not self.cost.splits:
+            found[Computation.FORWARD].append(own)
+            found[Computation.BACKWARD].insert(0, full)
+            if split is None:
+                found[Computation.BACKWARD_WEIGHT].insert(0, full)
                 continue
-            split = self.cost.splits[k]  # neither half frees anything before it ends
+            # Neither half frees anything before it ends.
             both = split.input_seconds + split.weight_seconds
             host = full.host * (split.input_seconds / both if both else 1.0)
-            uses = group.uses(Computation.BACKWARD_INPUT, exact=self.exact)
+            uses = group.uses(Computation.BACKWARD_INPUT)
             half = replace(full, seconds=split.input_seconds, host=host, kept=0, uses=uses, frees=False, last=False)
-            inputs.insert(0, half)
-            uses = group.uses(Computation.BACKWARD_WEIGHT, exact=self.exact)
-            late = full.host - host
-            weights.insert(0, replace(half, gap=0.0, seconds=split.weight_seconds, host=late, uses=uses, last=True))
-        return {
-            Computation.FORWARD: forward,
-            Computation.BACKWARD: backward,
-            Computation.BACKWARD_INPUT: inputs,
-            Computation.BACKWARD_WEIGHT: weights if self.cost.splits else backward,
-        }
+            found[Computation.BACKWARD_INPUT].insert(0, half)
+            uses, late = group.uses(Computation.BACKWARD_WEIGHT), full.host - host
+            other = replace(half, gap=0.0, seconds=split.weight_seconds, host=late, uses=uses, last=True)
+            found[Computation.BACKWARD_WEIGHT].insert(0, other)
+        return found
 
     @cached_property
     def gradients(self) -> list[int]:
