@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.device.accelerator import Accelerator
-from actoffload.device.chunks import ALONE, SEPARATED, TO_DEVICE, TO_HOST, copy_in_chunks, pieces
+from actoffload.device.accelerator import ALONE, SEPARATED, TO_DEVICE, TO_HOST, Accelerator, copy_in_chunks, pieces
 
 CHUNK = 1 << 13
 

@@ -8,8 +8,7 @@ import torch
 from gpu_harness import captured, gpu
 
 from actoffload import device as devices
-from actoffload.device.accelerator import Accelerator
-from actoffload.device.chunks import Separator
+from actoffload.device.accelerator import Accelerator, Separator
 
 pytestmark = gpu
 

@@ -200,6 +200,13 @@ def test_entries_that_mean_nothing(layers, message):
         choose(model(empty=nn.ModuleList()), layers)
 
 
+@pytest.mark.parametrize("keep", [..., [...], ["lm_head", ...]])
+def test_keep_has_no_default(keep):
+    with pytest.raises(TypeError, match=r"^keep has `\.\.\.`, which means the default groups of `layers`"):
+        check_entries("keep", keep)
+    check_entries("layers", keep)
+
+
 @pytest.mark.parametrize("keep", ["nothing", "*.nothing", nn.Conv2d, nn.Linear(1, 1)])
 def test_keep_that_means_nothing(keep):
     with pytest.raises(ValueError, match=r"^keep"):

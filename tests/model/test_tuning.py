@@ -215,6 +215,35 @@ def test_one_log_line(caplog, memory, parts):
     assert all(part in line for part in parts), line
 
 
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_block_that_is_deleted_while_passes_are_measured(at):
+    device, model = tight()
+    handle = offload(model, device)
+    for _ in range(at):
+        step(model)
+    settled = not handle.settling
+    model.blocks[2] = nn.Identity()
+    with pytest.warns(UserWarning, match=r"'blocks\.2' has been replaced or deleted"):
+        step(model)
+    settle(model, handle)
+    assert settled or "blocks.2" not in handle.plan.names
+    assert device.peak() <= device.memory
+
+
+@pytest.mark.parametrize("called", [[5, 4, 3, 2, 1, 0], [0, 1, 2], [6, 7]])
+def test_blocks_that_are_called_without_the_model_between_passes(called):
+    device, model = tight()
+    handle = offload(model, device)
+    for _ in range(20):
+        step(model)
+        x = torch.zeros(4, requires_grad=True)
+        for k in called:
+            x = model.blocks[k](x)
+        x.sum().backward()
+    assert device.peak() <= device.memory
+    assert not handle.settling
+
+
 # Until when
 
 

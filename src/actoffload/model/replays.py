@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
 from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.jit import ScriptModule
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from .._text import fold, fold_names
 from .._torch.autograd import NO_BACKWARD, backward_id, in_transform, saved_tensor_hooks
-from .._torch.modules import is_compiled, opaque, registered
-from .._torch.tensors import address, storage_address, tree_flatten, tree_leaves, tree_unflatten
+from .._torch.modules import opaque
+from .._torch.tensors import storage_address, tree_flatten, tree_leaves, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import Alarm, Call, FunctionCall, Policy, Program, Times, Trace, Tracer, Weight, measure, same
+from ..replay import (
+    Alarm,
+    Attributes,
+    Call,
+    FunctionCall,
+    Policy,
+    Program,
+    Times,
+    Trace,
+    Tracer,
+    Weight,
+    describe,
+    measure,
+    same,
+)
 from .follow import FollowedModule, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
@@ -46,8 +56,6 @@ TIMED = 3  # groups that do the same whose operators are timed in a pass
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
 
-_PLAIN = frozenset((int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size, slice))
-_INTERNAL = frozenset(vars(Module())) - {"training"}
 
 _FUNCTIONAL = {
     inspect.unwrap(function).__code__
@@ -55,72 +63,11 @@ _FUNCTIONAL = {
 }
 
 
-class _Attributes:
-    """What the call of a module depends on beside its arguments: modules, weights, numbers, flags and functions."""
-
-    def __init__(self, module: Module) -> None:
-        # The forward of a followed module leads here: a strong reference to it would be a cycle.
-        self._root, self._inside = weakref.ref(module), [inner for inner in module.modules() if inner is not module]
-        modules = self.modules
-        self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
-        self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
-        # Looked up in each call, so without a loop in Python: LoRA has 80 modules in a block.
-        inside, tables = list(map(vars, self._inside)), [table for inner in modules for table in registered(inner)]
-        self._plain = _names(vars(module), inside, lambda value: type(value) in _PLAIN)
-        self._functions = _names(vars(module), inside, lambda each: callable(each) and not torch.is_tensor(each))
-        self._registered = _names({}, tables, lambda value: True)
-        hooks = [each for inner in modules for each in (inner._forward_pre_hooks, inner._forward_hooks)]
-        self._sized: list[Sized] = [*inside, *tables, *hooks]
-        self._hooks = [each for each in hooks if each]
-        self._weights = list(module.parameters())
-        self._values, self._now = list(self._plain_values()), self._look()
-
-    @property
-    def modules(self) -> list[Module]:
-        """The module and those inside of it."""
-        root = self._root()
-        assert root is not None
-        return [root, *self._inside]
-
-    def _plain_values(self) -> Iterable[Any]:
-        own, holders, names = self._plain
-        return chain(map(vars(self._root()).get, own), map(dict.get, holders, names))
-
-    def _look(self) -> tuple[list[Any], ...]:
-        root = vars(self._root())
-        own, holders, names = self._functions
-        others = chain(map(root.get, own), map(dict.get, holders, names), map(dict.get, *self._registered[1:]))
-        return (
-            list(map(id, others)),
-            [len(root), *map(len, self._sized)],
-            list(map(tuple, self._hooks)),
-            list(map(_needs_gradient, self._weights)),
-        )
-
-    @property
-    def holds(self) -> bool:
-        """Whether nothing has changed."""
-        same = all(map(is_, self._plain_values(), self._values)) or list(self._plain_values()) == self._values
-        return same and self._look() == self._now
-
-
-_needs_gradient = attrgetter("requires_grad")
-
-
-def _names(
-    own: dict[str, Any], dicts: Sequence[Any], chosen: Callable[[Any], bool]
-) -> tuple[list[str], list[Any], list[str]]:
-    """Return the names of chosen values in one dictionary, and for those in others the dictionary and each name."""
-    ours, *theirs = ([name for name in each if name not in _INTERNAL and chosen(each[name])] for each in (own, *dicts))
-    holders = [each for each, names in zip(dicts, theirs, strict=True) for _ in names]
-    return ours, holders, list(chain(*theirs))
-
-
 @dataclass(slots=True, eq=False)
 class _Kind:
     """Calls of a group that do the same, as far as their arguments and the attributes of its modules say."""
 
-    attributes: _Attributes
+    attributes: Attributes
     trace: Trace | None = None
     programs: dict[tuple[Policy, bool], Program] = field(default_factory=dict)  # whether for a graph that is captured
     banned: frozenset[int] = frozenset()
@@ -133,7 +80,7 @@ class _Group(NamedTuple):
 
     name: str  # for errors
     kinds: OrderedDict[Hashable, _Kind]
-    states: list[_Attributes]
+    states: list[Attributes]
 
 
 class Begun(NamedTuple):
@@ -202,9 +149,11 @@ class Replays:
             known = self._groups[group] = _Group(name, OrderedDict(), [])
         attributes = next((state for state in known.states if state.holds), None)
         if attributes is None:
-            attributes = _Attributes(module)
-            known.states[KINDS - 1 :] = []
-            known.states.insert(0, attributes)
+            attributes = Attributes(module)
+            states = [attributes, *(state for state in known.states if state.has_members_of(attributes))]
+            known.states[:] = states[:KINDS]
+            for key in [key for key, kind in known.kinds.items() if kind.attributes not in states]:
+                del known.kinds[key]  # [guard: weights that were replaced]
         if followed.compiled or attributes.is_compiled:
             if attributes.has_statistics:  # running statistics of compiled code
                 self._refused[followed.name] = STATISTICS
@@ -213,10 +162,10 @@ class Replays:
                 return partial(_run_again, None)
             sizes = operators.saved[group] = []
             return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes()))
-        tensors: list[torch.Tensor] = []
+        arguments, tensors = describe(args, kwargs)
         kind_of_device = self._backend.type
         autocast = torch.is_autocast_enabled(kind_of_device), torch.get_autocast_dtype(kind_of_device)
-        key = id(attributes), _described((args, kwargs), tensors), _sharing(tensors), autocast
+        key = id(attributes), arguments, autocast
         kind = known.kinds.get(key)
         if kind is None:
             kind = known.kinds[key] = _Kind(attributes)
@@ -351,41 +300,6 @@ def _in_functional_call() -> bool:
     while frame is not None and frame.f_code not in _FUNCTIONAL:
         frame = frame.f_back
     return frame is not None
-
-
-def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return what programs depend on of arguments, and collect their tensors."""
-    kind = type(given)
-    if kind in _PLAIN:
-        return kind, (given.start, given.stop, given.step) if kind is slice else given
-    if isinstance(given, torch.Tensor):
-        tensors.append(given)
-        if given.layout is torch.strided and not given.is_nested:
-            bits = given.is_conj(), given.is_neg()
-            return kind, given.size(), given.stride(), given.dtype, given.requires_grad, bits
-        return kind, given.layout, given.dtype, given.requires_grad
-    if isinstance(given, (list, tuple)):
-        return kind, *[_described(each, tensors) for each in given]
-    if isinstance(given, Mapping):
-        return kind, *[(name, _described(each, tensors)) for name, each in given.items()]
-    if is_dataclass(given) and not isinstance(given, type):
-        return kind, *[_described(getattr(given, each.name), tensors) for each in fields(given)]
-    return kind
-
-
-def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return for each tensor which one is the first on its storage, and how far behind that it lies in bytes."""
-    first: dict[int, tuple[int, int]] = {}
-    found = []
-    for number, tensor in enumerate(tensors):
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if not plain:
-            found.append((-1, 0))
-            continue
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        before, start = first.setdefault(address(tensor.untyped_storage()), (number, offset))
-        found.append((before, offset - start))
-    return tuple(found)
 
 
 def _work_of(program: Program) -> Hashable:

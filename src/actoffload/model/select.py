@@ -259,6 +259,8 @@ def check_entries(argument: str, given: Any) -> None:
         raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
     entries = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
     for entry in entries:
+        if entry is ... and argument == "keep":
+            raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
         is_class = isinstance(entry, type) and issubclass(entry, Module)
         if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
             raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")

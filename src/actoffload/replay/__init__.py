@@ -1,6 +1,7 @@
 """Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
 
 from .call import Call
+from .keys import Attributes, describe
 from .policy import Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
@@ -9,6 +10,7 @@ from .tracer import Tracer, remove_tracers
 
 __all__ = [
     "Alarm",
+    "Attributes",
     "Call",
     "FunctionCall",
     "Given",
@@ -18,6 +20,7 @@ __all__ = [
     "Trace",
     "Tracer",
     "Weight",
+    "describe",
     "everything",
     "measure",
     "names_of",

@@ -84,6 +84,7 @@ class Call:
             self._remake.program, self._expected = found, found.expected
             self._remake.beginning = RngPosition.read() if found.trace.drawn else None
             self._drops_at = {} if proves else found.drops_at
+            self._remake.find_weights()
             for value, place in found.inputs:
                 self._remake.held[value] = packer.pack(inputs[place])
 

@@ -19,13 +19,15 @@ from torch.nn import Module, Parameter
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
 from .._torch.modules import opaque, registered
 from .._torch.subclasses import changed, plain_parts
-from .._torch.tensors import version_of
+from .._torch.tensors import is_freed, version_of
 from ..engine.hooks import unpack
 from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
 from .trace import RngPosition, Weight
 
 __all__ = ["Remake", "Slot"]
+
+PLAIN = frozenset((Tensor, Parameter))
 
 
 class _Latest(threading.local):
@@ -81,7 +83,8 @@ class Remake:
     def __init__(self, modules: Sequence[Module], alarm: Alarm, name: str) -> None:
         self.modules, self._alarm, self.name = modules, alarm, name
         self.held: dict[int, Any] = {}  # by source: what the engine holds
-        self.versions: dict[int, int] = {}  # of weights
+        self.weights: dict[int, Tensor] = {}  # by source: parameters and buffers of the call
+        self.versions: dict[int, int] = {}  # of these
         self.samples: dict[int, Sample] = {}
         self.slots: dict[int, list[weakref.ref[Slot]]] = {}  # of what is dropped, by segment
         self.whole = False  # all is made at once
@@ -181,10 +184,20 @@ class Remake:
         source = self.program.sources[value]
         if type(source) is not Weight:
             return unpack(self.held[value])
-        tensor = self.weight(source)
+        tensor = self.weights[value]
+        if is_freed(tensor):  # by FSDP2, which may gather it into another tensor
+            tensor = self.weight(source)
         if version_of(tensor) != self.versions[value]:  # [guard: weights that were edited]
             raise changed(tensor, tensor.size(), self.versions[value])
         return tensor
+
+    def find_weights(self) -> None:
+        """Find the weights where a call begins: the program may put others in their places, then or before backward."""
+        modules = self.modules
+        for value, weight in self.program.weights:
+            tensor: Any = registered(modules[weight.module])[weight.table].get(weight.name)
+            if type(tensor) in PLAIN:  # others are sharded, and gathered in the call
+                self.weights[value] = tensor  # [guard: weights where the call begins]
 
     def note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
@@ -193,7 +206,10 @@ class Remake:
             return
         for value, weight in self.program.weights:
             if value not in versions:
-                versions[value] = version_of(self.weight(weight))
+                tensor = self.weights.get(value)
+                if tensor is None:
+                    tensor = self.weights[value] = self.weight(weight)
+                versions[value] = version_of(tensor)
 
     def weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""

@@ -92,7 +92,8 @@ class Tracer(_Base):  # type: ignore[misc]
         self._policy, self._stream, self._at = policy, stream, stream()
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
-        self._weights: dict[int, tuple[Weight, View]] | None = None
+        self._weights: dict[int, tuple[Weight, View]] = {}
+        self._found_weights: dict[int, int] = {}  # by value: the address of the storage
         self._counts: defaultdict[Any, count[int]] = defaultdict(count)
         self._function: _Running | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
@@ -136,6 +137,7 @@ class Tracer(_Base):  # type: ignore[misc]
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
         known = self.drawing.saw_all()
+        self._forget_substitutes()
         steady = not self._host_reads and not self.drawing.drew_in_python()
         freed = self._find_freed()
         for node in self.nodes:
@@ -145,6 +147,17 @@ class Tracer(_Base):  # type: ignore[misc]
         for number in freed:
             self.values[number].maker, self.values[number].source = UNKNOWN, None
         return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
+
+    def _forget_substitutes(self) -> None:
+        """Forget that tensors are weights which were in their places for a time only, as `functional_call` does."""
+        self._find_weights()
+        alive = [memory for weak in self._weak if (memory := storage_behind(weak)) is not None]
+        sizes = {address(memory): memory.nbytes() for memory in alive}
+        for number, key in self._found_weights.items():
+            value = self.values[number]
+            gathered = sizes.get(key, value.nbytes) < value.nbytes  # FSDP2 has freed it since
+            if key not in self._weights and not gathered:  # [guard: weights that are replaced for a time]
+                value.source = None
 
     def _find_freed(self) -> set[int]:
         """Return the values whose memory the program has freed in the call."""
@@ -194,7 +207,9 @@ class Tracer(_Base):  # type: ignore[misc]
             return found
         weight = self._weight_at(address(memory))
         if weight is not None:
-            return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
+            number = self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
+            self._found_weights[number] = address(memory)
+            return number
         cast = _cast_weight(tensor)
         if cast is None or self._weight_at(address(cast.untyped_storage())) is None:
             return self._add(memory, Value(memory.nbytes()))
@@ -207,18 +222,19 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def _weight_at(self, key: int) -> tuple[Weight, View] | None:
         # FSDP2 replaces parameters while modules run, so they are looked up when they are met.
-        found = None if self._weights is None else self._weights.get(key)
-        if found is None:
-            self._weights = {}
-            for number, module in enumerate(self._modules):
-                for table, tensors in enumerate(registered(module)[:2]):
-                    for name, tensor in tensors.items():
-                        for part, plain in enumerate(() if tensor is None or is_lazy(tensor) else plain_parts(tensor)):
-                            if _has_memory(plain):
-                                weight = Weight(number, table, name, part), View.of(plain)
-                                self._weights.setdefault(address(plain.untyped_storage()), weight)
-            found = self._weights.get(key)
-        return found
+        if key not in self._weights:
+            self._find_weights()
+        return self._weights.get(key)
+
+    def _find_weights(self) -> None:
+        self._weights = {}
+        for number, module in enumerate(self._modules):
+            for table, tensors in enumerate(registered(module)[:2]):
+                for name, tensor in tensors.items():
+                    for part, plain in enumerate(() if tensor is None or is_lazy(tensor) else plain_parts(tensor)):
+                        if _has_memory(plain):
+                            weight = Weight(number, table, name, part), View.of(plain)
+                            self._weights.setdefault(address(plain.untyped_storage()), weight)
 
     # Operators
 

@@ -87,11 +87,11 @@ class Script:
 
     def _untraced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of a replayed group are not known, or what a compiled one saves."""
-        ran = {key.group: self._state.groups[key.group] for key in self._state.plans.order}
-        known = {key.group for key in traced[-1].sequence if ran[key.group].is_compiled}
+        ran = {key.group for key in self._state.plans.order}
+        known = {key.group for key in traced[-1].sequence if self._state.groups[key.group].is_compiled}
         known |= traced[-1].graphless  # [guard: groups that are frozen]
         known.update(*(timed.operators.groups for timed in traced if timed.operators is not None))
-        return not known >= ran.keys() & self._policies.keys()
+        return not known >= ran & self._policies.keys()
 
     def _pass(self, stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
         """Yield a stage until a pass of it counts, and return that pass; not for ever.

@@ -85,6 +85,7 @@ class Tuner:
         `allocated`: bytes before a pass that may come again.
         """
         self.begun, self._beside, before = number, 0, self.found
+        self._deleted = self._count_deleted()
         room_of_all = self._ranks.room_of_all
         if again and before.limit is not None:
             room_of_all = partial(Room.less, reserve=before.reserve)
@@ -92,6 +93,9 @@ class Tuner:
         optional = {} if self._always else self._policies
         steps = Script(self._state, self.found, optional, room_of_all).run()
         self.stage, self._steps = next(steps), steps
+
+    def _count_deleted(self) -> int:
+        return sum(group.ref() is None for group in self._state.groups)
 
     # What is known
 
@@ -209,6 +213,9 @@ class Tuner:
             return
         if beside and self._beside < BESIDE:
             self._beside += 1  # [guard: backward that was skipped once] its graph lived in this pass
+            return
+        if self._count_deleted() != self._deleted:  # [guard: group that is deleted while passes are measured]
+            self._begin(self._number + 1, again=True)
             return
         try:
             self.stage = self._steps.send(timed)

@@ -1,0 +1,264 @@
+"""What a program replaces while it trains: weights, buffers, functions and values that are part of no module."""
+
+import gc
+import weakref
+from enum import IntEnum
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from recomputing import WIDTH, Net, batch, check, gradients, ways
+from torch import nn
+from torch.func import functional_call
+
+from actoffload.replay.keys import Attributes
+
+STEPS = 6
+
+
+class Scaled(nn.Module):
+    """Reads a buffer, two weights of its own, and whatever a test gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH))
+        self.register_buffer("factor", torch.ones(WIDTH))
+        self.function = torch.tanh
+        self.setting = None
+
+    def forward(self, x):
+        return x + self.function(self.inner(x) * self.factor).sin() @ self.weight
+
+
+# Between forward and backward
+
+
+@ways
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_buffers_that_are_replaced_before_backward(forwards, policy, fraction):
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            loss = 0.0
+            for each in range(forwards):
+                for block in model.blocks:
+                    block.factor = torch.full((WIDTH,), 1.0 + k + each)
+                loss = loss + model(batch(k)).square().sum()
+            for block in model.blocks:
+                block.factor = torch.full((WIDTH,), -1.0)
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
+
+
+@ways
+def test_weights_that_are_assigned_before_backward(policy, fraction):
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            loss, before = model(batch(k)).square().sum(), list(model.parameters())
+            state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+            loss.backward()
+            found += [weight.grad.clone() for weight in before]
+        return found
+
+    check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
+
+
+@ways
+def test_buffers_that_grow_between_forwards(policy, fraction):
+    class Masked(Scaled):
+        def forward(self, x):
+            if self.factor.numel() != x.shape[0]:
+                self.register_buffer("factor", torch.linspace(0.0, 1.0, x.shape[0]))
+            return x + self.function(self.inner(x) * self.factor[:, None]).sin() @ self.weight
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            loss = sum(model(batch(k, rows)).square().sum() for rows in (4, 6, 16))
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Masked), use, policy=policy, fraction=fraction)
+
+
+# In a forward
+
+
+@ways
+def test_weights_that_functional_call_replaces_with_what_is_made_of_them(policy, fraction):
+    class Functional(Scaled):
+        def forward(self, x):
+            return x + torch.tanh(functional_call(self.inner, {"weight": self.inner.weight * 1.1}, (x,))).sin()
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            model(batch(k)).square().sum().backward()
+            found += [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.grad is not None:
+                        weight -= 0.01 * weight.grad
+        return [grad for grad in found if grad is not None]
+
+    check(lambda: Net(Functional), use, policy=policy, fraction=fraction)
+
+
+@ways
+@pytest.mark.parametrize("kind", [lambda weight: weight.requires_grad_(), nn.Parameter], ids=["tensor", "parameter"])
+def test_weights_from_outside_that_functional_call_puts_in_a_module(kind, policy, fraction):
+    """In the first call they are equal to those of the module."""
+
+    class Fast(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            fast = {name: kind(weight.detach().clone()) for name, weight in self.inner.named_parameters()}
+            self.fast = [fast]  # which is in no key
+
+        def forward(self, x):
+            return x + torch.tanh(functional_call(self.inner, self.fast[0], (x,))).sin() @ self.weight
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            model(batch(k)).square().sum().backward()
+            for block in model.blocks:
+                found += [fast.grad.clone() for fast in block.fast[0].values()]
+                block.fast[0] = {name: kind((fast - fast.grad).detach()) for name, fast in block.fast[0].items()}
+        return found
+
+    check(lambda: Net(Fast), use, policy=policy, fraction=fraction)
+
+
+# Between steps
+
+
+class Mode(IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+VALUES = {
+    "number of NumPy": np.float64,
+    "enumeration": lambda k: Mode(k % 2 + 1),
+    "fraction": lambda k: Fraction(k + 1, 3),
+    "tuple": lambda k: (1, float(k)),
+    "list": lambda k: [1, float(k)],
+    "bytes": lambda k: bytes([k + 1]),
+    "array": lambda k: np.array([1.0, k]),
+    "function": lambda k: lambda: float(k),
+    "settings": lambda k: SimpleNamespace(scale=float(k)),
+}
+
+
+def number(value) -> float:
+    if callable(value):
+        return value()
+    if isinstance(value, SimpleNamespace):
+        return value.scale
+    return float(value[-1] if isinstance(value, (tuple, list, bytes, np.ndarray)) else value)
+
+
+CASES = [(name, argument) for name in VALUES for argument in (True, False) if (name, argument) != ("array", False)]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_values_that_change_from_step_to_step(name, argument):
+    make = VALUES[name]
+
+    class Reads(Scaled):
+        def forward(self, x, value=None):
+            scale = number(self.setting if value is None else value)
+            return x + torch.tanh(self.inner(x) * (1.0 + scale)).sin() @ self.weight
+
+    class Model(Net):
+        value = make(0)
+
+        def call(self, block, x):
+            block.setting = self.value
+            return block(x, self.value) if argument else block(x)
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            model.value = make(k)
+            model(batch(k)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Model(Reads), use)
+
+
+@pytest.mark.parametrize("edit", [lambda held, k: held.update(scale=float(k)), None], ids=["dictionary", "list"])
+def test_settings_that_are_edited_in_place(edit):
+    class Reads(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.setting = [0.0] if edit is None else {"scale": 0.0}
+
+        def forward(self, x):
+            scale = self.setting[0] if edit is None else self.setting["scale"]
+            return x + torch.tanh(self.inner(x) * (1.0 + scale)).sin() @ self.weight
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            for block in model.blocks:
+                if edit is None:
+                    block.setting[0] = float(k)
+                else:
+                    edit(block.setting, k)
+            model(batch(k)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Reads), use)
+
+
+def test_functions_that_take_the_place_in_memory_of_those_before():
+    def use(model):
+        found = []
+        for k in range(3 * STEPS):
+            for block in model.blocks:
+                block.function = lambda value, scale=1.0 + k: torch.tanh(scale * value)
+            model(batch(k)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Scaled), use)
+
+
+def test_attributes_do_not_hold_once_a_function_is_freed():
+    module = Scaled()
+    module.function = lambda value: value
+    attributes = Attributes(module)
+    assert attributes.holds
+    vars(module)["function"] = None
+    module.function = before = lambda value: value
+    assert not attributes.holds
+    assert before is module.function
+
+
+def test_weights_that_were_replaced_are_freed():
+    found = []
+
+    def use(model):
+        for k in range(STEPS):
+            found.extend(map(weakref.ref, model.parameters()))
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            model(batch(k)).square().sum().backward()
+        gc.collect()
+        now = {id(weight) for weight in model.parameters()}
+        assert not [weight for ref in found if (weight := ref()) is not None and id(weight) not in now]
+        return gradients(model)
+
+    check(lambda: Net(Scaled), use)
