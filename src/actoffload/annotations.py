@@ -10,8 +10,6 @@ import torch
 from ._torch.subclasses import has_parts, parts_to_save
 from .engine import eligibility
 
-__all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
-
 
 def mark_not_offload(*tensors: Any) -> None:
     """Keep tensors on the device when autograd saves them.

@@ -22,8 +22,6 @@ from ..report.report import Report
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Do, Plan
 
-__all__ = ["ManualController", "OffloadContext"]
-
 T = TypeVar("T")
 
 UNPLANNED = "nothing is planned, and the program calls for each transfer"

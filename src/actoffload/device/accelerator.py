@@ -45,8 +45,6 @@ from .._torch.tensors import (
 from .base import Backend, Pairs, Stream, StreamEvent
 from .host import check_room, node_of_device, on_node, room
 
-__all__ = ["Accelerator", "Separator", "chunk_bytes", "copy_in_chunks", "pieces"]
-
 CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
 

@@ -9,17 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = [
-    "Backend",
-    "Pairs",
-    "Stream",
-    "StreamEvent",
-    "StreamPosition",
-    "current_stream",
-    "latest_positions",
-    "usable",
-]
-
 GAPS = 4  # largest tensors that fit into the gaps of an allocator
 LEAST_GAPS, MOST_GAPS = 0.03, 0.18  # of the memory
 

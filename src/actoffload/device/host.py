@@ -23,8 +23,6 @@ import torch
 
 from .._text import size
 
-__all__ = ["HostMemory", "check_room", "host_memory", "node_of_device", "node_of_pci", "on_node"]
-
 # How much host memory there is
 
 RESERVE = 0.1  # of the host memory

@@ -20,8 +20,6 @@ from .._text import size
 from .._torch.tensors import DispatchMode, address, storage_address, tree_leaves
 from .base import Backend, Pairs, Stream, StreamEvent
 
-__all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
-
 
 @dataclass(slots=True, eq=False)
 class ReferenceStream:

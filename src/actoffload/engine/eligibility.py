@@ -27,26 +27,6 @@ from .host_pool import Resources
 from .layout import View
 from .statistics import Reason
 
-__all__ = [
-    "Final",
-    "GroupTensors",
-    "Limit",
-    "ModelTensors",
-    "ModuleTensors",
-    "StorageRef",
-    "enabled",
-    "finals",
-    "is_cast_of_parameter",
-    "kept",
-    "mark_final",
-    "mark_kept",
-    "running",
-    "stays",
-    "take_final",
-    "unwatch",
-    "watch",
-]
-
 MIN_ELEMENTS = 256 * 1024
 """Smaller tensors stay: a copy of them costs more time than it saves memory (Transformer Engine's limit)."""
 

@@ -20,8 +20,6 @@ from .layout import Layout
 from .statistics import Counters, Statistics, TimelineRecorder
 from .transfer import Transfers
 
-__all__ = ["Engine", "HostMemoryWarning"]
-
 
 class HostMemoryWarning(UserWarning):
     """There was no host memory for a saved tensor, which therefore stayed on the device."""

@@ -42,15 +42,6 @@ from .statistics import Reason
 from .storage import Moved, Owner, Residency, Resident, SavedStorage
 from .transfer import COMPUTE, PassDevice
 
-__all__ = [
-    "Pack",
-    "Packer",
-    "Saved",
-    "StorageRegistry",
-    "pack_parts",
-    "unpack",
-]
-
 # Packing
 
 STRIDED = torch.strided

@@ -49,18 +49,6 @@ from .._text import size as written
 from .._torch.tensors import free_storage_weakref
 from ..device.base import Backend, StreamPosition, latest_positions
 
-__all__ = [
-    "GRANULE",
-    "FreeSegments",
-    "HostBuffer",
-    "HostPool",
-    "Resources",
-    "Segment",
-    "dropped",
-    "raise_later",
-    "settle",
-]
-
 ALIGN = 512
 GRANULE = 1 << 21
 LARGEST = 1 << 30

@@ -23,8 +23,6 @@ from .statistics import Reason
 from .storage import HostCopy, Residency, Resident, SavedStorage
 from .transfer import CopyOut, Transfers
 
-__all__ = ["Kept", "Layer", "LivenessToken", "Phase", "keep", "queue_copies", "reload", "tensors_in"]
-
 
 class Phase(enum.Enum):
     """How far a layer has come, in words that complete "layer 3 …"."""

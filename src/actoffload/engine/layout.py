@@ -14,8 +14,6 @@ from .._torch.tensors import negative_view
 from ..device.base import Pairs
 from .host_pool import HostBuffer
 
-__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans", "union"]
-
 T = TypeVar("T", int, float)
 
 GRAIN = 512

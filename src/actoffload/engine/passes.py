@@ -38,13 +38,6 @@ from .layout import View
 from .statistics import Counters, Reason
 from .storage import Moved, Residency, SavedStorage
 
-__all__ = [
-    "ModelPass",
-    "Pass",
-    "latest_pass",
-    "pass_in_backward",
-]
-
 
 @dataclass(slots=True, eq=False)
 class _Backward:

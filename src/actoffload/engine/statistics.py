@@ -22,13 +22,6 @@ from ..schedule.timeline import Kind, Span, Timeline
 from .host_pool import Resources, dropped, settle
 from .layout import union
 
-__all__ = [
-    "Counters",
-    "Reason",
-    "Statistics",
-    "TimelineRecorder",
-]
-
 
 class Reason(enum.StrEnum):
     """Why a saved tensor was kept on the device; a text, so that reports can be written as JSON."""

@@ -20,15 +20,6 @@ from .layout import Layout, Piece, View, dense, gaps, loose_pieces, reload_spans
 from .statistics import Counters, Reason
 from .transfer import CopyOut, PassDevice
 
-__all__ = [
-    "HostCopy",
-    "Moved",
-    "Owner",
-    "Residency",
-    "Resident",
-    "SavedStorage",
-]
-
 # The host copy
 
 

@@ -47,8 +47,6 @@ from ..schedule.timeline import Kind
 from .host_pool import HostBuffer, HostPool
 from .statistics import Counters, TimelineRecorder
 
-__all__ = ["CopyOut", "PassDevice", "Transfers"]
-
 D2H, H2D, COMPUTE = 0, 1, 2
 
 _position = partial(tuple.__new__, StreamPosition)  # without the Python frame of a named tuple's constructor

@@ -14,8 +14,6 @@ from .._arguments import check_whole
 from ..model import OffloadHandle, offload
 from ..report import Report, gather_reports
 
-__all__ = ["FitCallback"]
-
 
 class FitCallback:
     """Base of the callbacks, which describe the parameters."""

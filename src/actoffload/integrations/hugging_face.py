@@ -9,8 +9,6 @@ from transformers import TrainerCallback
 
 from .fit import FitCallback
 
-__all__ = ["OffloadCallback"]
-
 
 class OffloadCallback(FitCallback, TrainerCallback):
     """Offload the model of a Hugging Face Trainer while it trains.

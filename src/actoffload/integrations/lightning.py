@@ -12,8 +12,6 @@ from torch.nn import Module
 
 from .fit import FitCallback
 
-__all__ = ["LightningOffloadCallback"]
-
 # A program may have two names of one framework installed; it imported the one that it uses.
 _old_name = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
 Callback: Any = import_module("pytorch_lightning" if _old_name else "lightning.pytorch").Callback

@@ -36,19 +36,6 @@ from torch.nn.parameter import is_lazy
 
 from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, is_compiled, registered
 
-__all__ = [
-    "BLOCK",
-    "CONTAINERS",
-    "MODULE",
-    "block_type",
-    "children",
-    "default_groups",
-    "find_stacks",
-    "inner_name",
-    "runs",
-    "unwrap",
-]
-
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 

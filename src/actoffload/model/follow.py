@@ -47,23 +47,6 @@ from ..engine.engine import Engine
 from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
 
-__all__ = [
-    "GROUP",
-    "KEPT",
-    "REASON",
-    "ROOT",
-    "FollowedModule",
-    "ModelState",
-    "follow",
-    "group_name",
-    "group_names",
-    "handle_of",
-    "lost_modules",
-    "refuse_scripted",
-    "split_group_name",
-    "unfollow",
-]
-
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
 _WHOLE = "(the whole model)"

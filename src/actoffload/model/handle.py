@@ -40,8 +40,6 @@ from .steering import BySchedule, Steering
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
 
-__all__ = ["OffloadHandle"]
-
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 

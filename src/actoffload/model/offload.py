@@ -26,8 +26,6 @@ from .steering import ByPlan, BySchedule, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
 
-__all__ = ["offload"]
-
 ON_REFERENCE = (
     "Nothing is measured on a machine without an accelerator: all groups are offloaded but the last two and the "
     "last of each kind."

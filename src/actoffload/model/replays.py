@@ -42,8 +42,6 @@ from ..replay import (
 )
 from .follow import FollowedModule, group_name
 
-__all__ = ["Begun", "OperatorTimes", "Replays"]
-
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
 STATISTICS = "because compiled code would update running statistics twice"

@@ -22,8 +22,6 @@ from ..schedule.plan import Plan
 from .follow import GROUP, KEPT, FollowedModule, ModelState, group_name
 from .steering import Steering
 
-__all__ = ["add_planned_bytes", "coverage_warning", "describe", "explain"]
-
 
 def describe(state: ModelState, plan: Plan, condition: str) -> str:
     """Return which groups were chosen and which of them are offloaded; it is "paused", "removed" or empty."""

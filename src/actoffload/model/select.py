@@ -32,19 +32,6 @@ from .._warnings import warn
 from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, find_stacks, inner_name, runs, unwrap
 from .follow import GROUP, KEPT, ROOT, FollowedModule, split_group_name
 
-__all__ = [
-    "Chosen",
-    "Names",
-    "check_entries",
-    "choose",
-    "choose_kept",
-    "find_groups",
-    "followed_modules",
-    "planned_modules",
-    "split_default",
-    "written",
-]
-
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
 

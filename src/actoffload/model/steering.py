@@ -24,8 +24,6 @@ from ..schedule.plan import Plan
 from .follow import ModelState
 from .replays import OperatorTimes
 
-__all__ = ["ByPlan", "BySchedule", "Mode", "PassSettings", "RolesOfPlan", "Steering", "recomputing", "scheduled_plan"]
-
 
 class Mode(enum.Enum):
     """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""

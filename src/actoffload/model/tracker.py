@@ -32,8 +32,6 @@ from .replays import Begun, Replays
 from .reporting import coverage_warning, explain
 from .steering import Mode, PassSettings, Steering
 
-__all__ = ["Tracker"]
-
 
 @dataclass(eq=False, slots=True)
 class Call:

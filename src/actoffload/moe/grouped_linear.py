@@ -15,8 +15,6 @@ import torch
 
 from .._torch.tensors import grouped_mm as _grouped_mm
 
-__all__ = ["Groups"]
-
 _ALIGNMENT = 16  # bytes, of each row of an operand of grouped_mm
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

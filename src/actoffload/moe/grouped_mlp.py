@@ -19,8 +19,6 @@ from .._torch.modules import opaque
 from ..annotations import mark_not_offload, start_offload
 from .grouped_linear import Groups
 
-__all__ = ["GroupedMLP", "grouped_mlp"]
-
 _aten = torch.ops.aten
 _KEEP = ("keep_fc1_input", "keep_activation_input", "keep_fc2_input")
 

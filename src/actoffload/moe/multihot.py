@@ -13,8 +13,6 @@ import torch
 
 from .._arguments import check_whole
 
-__all__ = ["indices_to_multihot"]
-
 _INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
 _PROBS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -30,8 +30,6 @@ from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Do, When
 from ..tune.costs import Learned
 
-__all__ = ["Conductor", "Microbatch"]
-
 
 @dataclass(eq=False)
 class Microbatch:

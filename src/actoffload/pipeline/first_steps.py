@@ -33,8 +33,6 @@ from .conductor import Conductor
 from .planning import Limits, Measured, PipelineRanks, Plans, Tried, agreed, keep_best, plans_of
 from .stages import RankStage, has_grown
 
-__all__ = ["FirstSteps", "Script"]
-
 TRACES = 2  # steps in which groups are traced
 
 Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]

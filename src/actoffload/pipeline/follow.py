@@ -18,18 +18,6 @@ from typing import Any, Protocol
 from .._torch.modules import Follower
 from ..schedule.pipeline import Computation, Step
 
-__all__ = [
-    "NAMES",
-    "Observer",
-    "actions_of",
-    "follow",
-    "is_schedule",
-    "is_supported",
-    "observer_of",
-    "stages_of",
-    "unfollow",
-]
-
 
 class Observer(Protocol):
     """Sees the steps of a schedule and what is computed in them."""

@@ -30,8 +30,6 @@ from .planning import Limits, PipelineRanks, Settings
 from .runner import MEASURING, Runner
 from .stages import RankStage, entries_of, replicas_of
 
-__all__ = ["PipelineHandle", "offload"]
-
 
 @overload
 def offload(

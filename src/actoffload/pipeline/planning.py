@@ -34,20 +34,6 @@ from ..tune.exchange import Exchange, RefusedError, register
 from ..tune.exchange import disagreement as different_arguments
 from ..tune.trials import Trial, fits
 
-__all__ = [
-    "Limits",
-    "Measured",
-    "PipelineRanks",
-    "Plans",
-    "Settings",
-    "Tried",
-    "agreed",
-    "decision",
-    "disagreement",
-    "keep_best",
-    "plans_of",
-]
-
 T = TypeVar("T")
 
 Plans = tuple[PipelinePlan, ...]

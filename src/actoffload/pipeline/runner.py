@@ -24,8 +24,6 @@ from .follow import actions_of, unfollow
 from .planning import Limits, PipelineRanks, Plans, Settings, decision, disagreement, plans_of
 from .stages import RankStage, replicas_of
 
-__all__ = ["MEASURING", "Runner"]
-
 logger = logging.getLogger("actoffload")
 
 MEASURING = "This is done in the first steps, which are measured: everything is offloaded."

@@ -27,8 +27,6 @@ from ..schedule.schedules import GroupSchedule
 from ..tune.meter import saved_in
 from .conductor import Conductor
 
-__all__ = ["RankStage", "StageSteering", "entries_of", "has_grown", "replicas_of"]
-
 GROWN = 64  # a group may save this part more than in the plan
 
 

@@ -19,8 +19,6 @@ from .placement import Placement
 from .search import ROUNDING, Knobs, Ranks
 from .variants import Variant
 
-__all__ = ["choose", "frontier"]
-
 EARLY = 0.02  # of the backward, by which every reload is planned earlier than needed
 NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too

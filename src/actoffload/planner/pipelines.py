@@ -17,8 +17,6 @@ from .placement import Placement
 from .search import MARGINS, Choices, Knobs, Ranks
 from .variants import StageVariants, by_stage, saved_by
 
-__all__ = ["plan_pipeline"]
-
 FREE = 0.002
 """Part of the step by which a plan without a cost may take longer."""
 

@@ -15,8 +15,6 @@ from ..schedule.pipeline_plan import Actions, Call, actions_at
 from ..schedule.run import RankRun
 from ..schedule.stage_times import GroupTimes, StageTimes
 
-__all__ = ["Placement", "Profile", "Spot", "Spots", "place"]
-
 PHASES = 0, 2, 1, 3
 """Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""
 

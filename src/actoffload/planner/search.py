@@ -26,8 +26,6 @@ from ..schedule.stage_times import StageTimes
 from .placement import Placement, Profile, Spots, place
 from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
-__all__ = ["Choices", "Knobs", "Ranks"]
-
 MARGINS = 0.05, 0.15, 0.3, 0.6
 """Parts of the time of a copy by which it is expected to be late; the next is tried if the simulation stalls."""
 

@@ -15,20 +15,6 @@ from typing import NamedTuple, TypeAlias
 from ..schedule.costs import LayerCost, Saved
 from ..schedule.pipeline import StageCost
 
-__all__ = [
-    "OperatorCost",
-    "StageVariants",
-    "Upgrade",
-    "Variant",
-    "Ways",
-    "by_stage",
-    "recomputed",
-    "replay_ways",
-    "saved_by",
-    "upgrades",
-    "within",
-]
-
 STEPS = 12  # into which the outputs of a group are divided
 
 

@@ -27,8 +27,6 @@ from .remake import Remake, Slot
 from .trace import UNKNOWN, RngPosition, leaves
 from .tracer import Tracer
 
-__all__ = ["Call"]
-
 
 class Call:
     """One call of a module, in which a program is followed or found.

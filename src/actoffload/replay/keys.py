@@ -24,8 +24,6 @@ from torch.nn import Module
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address
 
-__all__ = ["Attributes", "describe"]
-
 _PLAIN = Number, Enum, str, bytes, range, slice, type(None), torch.dtype, torch.device
 _OFTEN = frozenset((int, float, bool, str, type(None), torch.dtype))  # those of most calls
 LARGEST = 1024  # elements of an array of NumPy that is compared

@@ -11,22 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-__all__ = [
-    "COSTLY",
-    "Given",
-    "Policy",
-    "Rules",
-    "communicates",
-    "draws_random_numbers",
-    "everything",
-    "names_of",
-    "out_of_place",
-    "policy_for",
-    "rules_of",
-    "saving",
-    "written_arguments",
-]
-
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
 

@@ -25,8 +25,6 @@ from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, leaves, with_twins
 
-__all__ = ["Expected", "Program", "Step", "copy_of", "on_value"]
-
 WHOLE = -1  # the part that is all of a call
 CHEAP = 4
 """Operators that may be run once more to make a value instead of holding it."""

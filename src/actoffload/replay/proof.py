@@ -29,8 +29,6 @@ from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Node, RngPosition, Value, default_generators
 
-__all__ = ["Alarm", "Sample", "Times", "below_everything", "below_modes", "measure", "prove", "rise", "same_bits"]
-
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
 COMPARED = 1 << 26  # elements at a time

@@ -25,8 +25,6 @@ from .program import WHOLE, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, rise
 from .trace import RngPosition, Weight
 
-__all__ = ["Remake", "Slot"]
-
 PLAIN = frozenset((Tensor, Parameter))
 
 

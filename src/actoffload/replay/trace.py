@@ -44,24 +44,6 @@ from torch.nn import Module
 from .._torch.tensors import is_capturing
 from ..engine.layout import View
 
-__all__ = [
-    "UNKNOWN",
-    "Entry",
-    "FunctionCall",
-    "Node",
-    "Place",
-    "RandomDraws",
-    "RngPosition",
-    "Trace",
-    "Value",
-    "Weight",
-    "default_generators",
-    "generator_states",
-    "leaves",
-    "same",
-    "with_twins",
-]
-
 UNKNOWN = -1
 
 

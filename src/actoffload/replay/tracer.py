@@ -34,8 +34,6 @@ from ..engine.layout import View
 from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RandomDraws, Trace, Value, Weight, generator_states
 
-__all__ = ["Tracer", "remove_tracers"]
-
 _aten = torch.ops.aten
 _COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
 _HOST_READS = {_READ_SCALAR, _aten.equal.default}

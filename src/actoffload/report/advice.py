@@ -12,8 +12,6 @@ from ..engine.statistics import Reason
 from .holders import Holder, merge_held
 from .report import WEIGHTS, Report, add_amounts
 
-__all__ = ["advise"]
-
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 SLOW = 0.01  # of a pass: estimates are no better
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence

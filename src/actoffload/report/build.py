@@ -25,8 +25,6 @@ from .holders import HeldStorage, Holder, find_all_holders
 from .plots import StepTimeline
 from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 
-__all__ = ["Held", "PassLog", "PassStatistics", "Recording", "build", "count_pass", "on_device"]
-
 NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wasted": 0}
 
 # What a pass did

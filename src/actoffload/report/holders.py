@@ -28,8 +28,6 @@ from .._torch.modules import CALL_VARIABLES, CALLS
 from .._torch.tensors import gradient_of, no_torch_function, storage_address
 from .synchronization import is_library
 
-__all__ = ["HeldStorage", "Holder", "find_all_holders", "merge_held"]
-
 # What a report says
 
 FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a path

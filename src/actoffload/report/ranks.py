@@ -12,8 +12,6 @@ import torch.distributed as dist
 from .._text import Printable, Table, fold, line_name, name_pattern, percent, size, size_or_dash
 from .report import Report
 
-__all__ = ["PipelineReport", "RankReports", "gather_reports"]
-
 Cells = Mapping[str, int | str]  # of one rank, by the title of the column; numbers are bytes, which are added up
 
 

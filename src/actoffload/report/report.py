@@ -10,8 +10,6 @@ from .._text import Printable, Table, fold, fold_names, line_name, milliseconds,
 from ..engine.statistics import Reason
 from .holders import HeldStorage, merge_held
 
-__all__ = ["WEIGHTS", "Amounts", "GroupReport", "Report", "add_amounts", "sum_groups"]
-
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
 FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded

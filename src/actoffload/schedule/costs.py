@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from .._arguments import check_bytes, check_fits, check_seconds, check_whole
 
-__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "evenly"]
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:

@@ -10,8 +10,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
 
-__all__ = ["OUTSIDE", "ExecutionOrder", "GroupKey", "GroupPlans", "Roles", "leanest_calls", "remap"]
-
 Key = TypeVar("Key")
 
 

@@ -13,24 +13,6 @@ from .._arguments import check_bytes, check_kind, check_kinds, check_seconds, ch
 from .costs import LayerCost
 from .plan import Do
 
-__all__ = [
-    "Chunk",
-    "ChunkAction",
-    "Computation",
-    "Moment",
-    "Order",
-    "SplitCost",
-    "StageCost",
-    "Step",
-    "Transfer",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "one_f_one_b",
-    "read_order",
-    "used_in",
-]
-
 
 class Computation(enum.Enum):
     """What a rank computes for one microbatch of one of its stages, with the letters that PyTorch uses."""

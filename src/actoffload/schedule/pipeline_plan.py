@@ -14,8 +14,6 @@ from .._text import Table, size_or_dash
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import AnyPlan, Do
 
-__all__ = ["NOTHING", "Actions", "Call", "PipelinePlan", "actions_at"]
-
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""

@@ -18,8 +18,6 @@ from typing import Any, ClassVar, Self
 from .._arguments import check_kind, check_kinds, check_whole
 from .._text import Table, fold, fold_names, milliseconds, numberless, size, size_or_dash
 
-__all__ = ["Action", "AnyPlan", "Do", "Event", "Plan", "When"]
-
 FORMAT = "actoffload plan"  # of files
 
 

@@ -18,8 +18,6 @@ from .plan import Do
 from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
 
-__all__ = ["NEVER", "STOPPED", "Compiled", "RankRun"]
-
 NEVER = -1.0
 """When something arrives that is not sent yet."""
 

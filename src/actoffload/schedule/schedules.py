@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from .._arguments import check_fraction, check_whole
 from .plan import Action, Do, Event, Plan, When
 
-__all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class DefaultSchedule:

@@ -22,8 +22,6 @@ from .run import NEVER, STOPPED, Compiled, RankRun
 from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
 
-__all__ = ["Pipeline", "PipelineSimulation", "RankSimulation", "check_pipeline", "simulate", "simulate_pipeline"]
-
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_seconds: float = 0.0) -> Simulation:
     """Predict one step: a forward of all layers, then their backward in reverse order.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from .costs import LayerCost, Link, copies_back, copies_out
 from .pipeline import Computation, SplitCost, StageCost
 
-__all__ = ["GroupTimes", "Part", "Piece", "StageTimes"]
-
 
 class Piece(NamedTuple):
     """Copies of a group that run one right after the other: those of one saved tensor, or of all of them."""

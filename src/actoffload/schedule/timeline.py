@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from .._text import milliseconds, size
 
-__all__ = ["Kind", "Simulation", "Span", "Timeline"]
-
 
 class Kind(enum.Enum):
     """Kind of work in a span of time."""

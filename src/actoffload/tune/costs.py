@@ -14,18 +14,6 @@ from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
 
-__all__ = [
-    "HOST_SECONDS",
-    "Learned",
-    "gradient_bytes",
-    "kept_outputs",
-    "layer_costs",
-    "measured_link",
-    "probed_link",
-    "scaled_cost",
-    "stage_cost",
-]
-
 HOST_SECONDS = 100e-6  # of the host for one tensor that is offloaded
 PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05

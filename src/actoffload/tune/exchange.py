@@ -33,17 +33,6 @@ import torch.distributed as dist
 
 from .._torch.modules import default_store
 
-__all__ = [
-    "Exchange",
-    "LostRankError",
-    "RefusedError",
-    "UnreadableError",
-    "disagreement",
-    "read",
-    "register",
-    "written",
-]
-
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
 _containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 

@@ -31,8 +31,6 @@ from ..engine.storage import Residency, SavedStorage
 from ..schedule.pipeline import Computation, Step
 from ..schedule.timeline import Kind
 
-__all__ = ["PASS", "SHARERS", "Border", "Copy", "Meter", "Span", "Standing", "StepMeter", "saved_in", "spans"]
-
 LONGEST = 0.1
 """Seconds for which the device is kept busy at most before a group."""
 KEPT = -1  # the place of a storage that is kept on the device

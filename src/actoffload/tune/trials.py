@@ -17,8 +17,6 @@ from typing import Generic, TypeVar
 from .._text import milliseconds, size
 from ..schedule.plan import AnyPlan
 
-__all__ = ["Trial", "fits", "keep_best"]
-
 TRIES = 3  # plans of a kind that are tried because those before took more than the limit
 SCATTER = 0.03  # part of its time by which whole replay is faster where it is kept
 

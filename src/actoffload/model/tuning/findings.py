@@ -16,8 +16,6 @@ from ...schedule.plan import Plan
 from ...tune.costs import HOST_SECONDS, measured_link, scaled_cost
 from .metering import Peak, TimedPass
 
-__all__ = ["Findings", "Fit", "Room"]
-
 MORE = 0.005  # part of the limit: less additional memory before a pass changes nothing
 LARGEST = 2**20  # times the measured inputs that are looked at
 ROUNDING = 0.01  # part of the limit that is left free with inputs of another size

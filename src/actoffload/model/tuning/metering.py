@@ -19,8 +19,6 @@ from ...tune.meter import SHARERS, Meter, saved_in
 from ..follow import ModelState
 from ..replays import OperatorTimes
 
-__all__ = ["Peak", "Stage", "TimedPass"]
-
 BUSY = 0.02
 """Seconds for which the device is kept busy before a measured pass."""
 

@@ -29,8 +29,6 @@ from ...tune.exchange import Exchange, LostRankError, disagreement, register
 from .findings import Findings, Room
 from .metering import Peak, Stage
 
-__all__ = ["WINDOW", "Decision", "Ranks", "ranks_of"]
-
 WINDOW = 8  # passes between two looks for an announcement
 FIRST = "in the first forward"
 ALONE = (

@@ -37,8 +37,6 @@ from ..follow import FollowedModule, ModelState
 from .findings import NO_LINK, Findings, Room
 from .metering import Peak, Stage, TimedPass
 
-__all__ = ["Script", "Steps", "ways_of"]
-
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
 PATIENCE = 6  # passes that are run until one counts
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused

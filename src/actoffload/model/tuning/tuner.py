@@ -33,8 +33,6 @@ from .metering import Stage, TimedPass
 from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps
 
-__all__ = ["Tuner"]
-
 logger = logging.getLogger("actoffload")
 
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
