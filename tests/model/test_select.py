@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from actoffload._text import name_pattern
 from actoffload.model import select
 from actoffload.model.blocks import BLOCK, block_type, find_stacks
-from actoffload.model.select import Chosen, Names, check_entries
+from actoffload.model.select import Names, SelectedModule, check_entries
 
 
 def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
@@ -32,7 +32,7 @@ def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
     return Parts(model=inner, lm_head=nn.Linear(4, 9), **more)
 
 
-def choose(root: nn.Module, layers) -> tuple[Chosen, ...]:
+def choose(root: nn.Module, layers) -> tuple[SelectedModule, ...]:
     return select.choose(Names(root), layers)
 
 
@@ -40,11 +40,11 @@ def kept(root: nn.Module, keep) -> list[str]:
     return [each.name for each in select.choose_kept(Names(root), keep)]
 
 
-def names(chosen: tuple[Chosen, ...]) -> list[str]:
+def names(chosen: tuple[SelectedModule, ...]) -> list[str]:
     return [each.name for each in chosen]
 
 
-def kinds(chosen: tuple[Chosen, ...]) -> dict[str, int]:
+def kinds(chosen: tuple[SelectedModule, ...]) -> dict[str, int]:
     return dict(Counter(each.kind for each in chosen))
 
 

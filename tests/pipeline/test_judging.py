@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from actoffload.pipeline.planning import Limits, Measured, Plans, Tried, agreed, keep_best, plans_of
+from actoffload.pipeline.planning import Limits, Plans, RankCosts, RankTrial, agreed, keep_best, plans_of
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
 
@@ -15,26 +15,26 @@ LIMIT = 4500
 LIMITS = Limits(memory_budget=LIMIT, may_recompute=True)
 
 
-def measured(rate: float = 200.0) -> list[Measured]:
+def measured(rate: float = 200.0) -> list[RankCosts]:
     """Return what two ranks have measured, each with a stage of two groups."""
     ways = [(Variant(PLAIN), Variant(AGAIN, ()))] * 2
     return [
-        Measured(
+        RankCosts(
             rank, order, {rank: ("a", "b")}, {rank: StageCost((PLAIN,) * 2)}, Link(rate, rate), LIMIT, {rank: ways}
         )
         for rank, order in enumerate(one_f_one_b(2, 8))
     ]
 
 
-def tried(seconds: float, *peaks: int) -> list[Tried]:
-    return [Tried(seconds, peak) for peak in peaks]
+def tried(seconds: float, *peaks: int) -> list[RankTrial]:
+    return [RankTrial(seconds, peak) for peak in peaks]
 
 
-def ask(plans: Plans) -> Generator[Plans, list[Tried], list[Tried]]:
+def ask(plans: Plans) -> Generator[Plans, list[RankTrial], list[RankTrial]]:
     return (yield plans)
 
 
-def judged(*trials: list[Tried]) -> tuple[list[Plans], Plans | None]:
+def judged(*trials: list[RankTrial]) -> tuple[list[Plans], Plans | None]:
     """Return the plans that are tried, and those that are kept after some trials; None if others follow."""
     known = measured()
     script = keep_best(plans_of(known, LIMITS), known, LIMITS, ask)
@@ -99,8 +99,8 @@ def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
 # Copies of a stage
 
 
-def copied(rank: int, limit: int | None) -> Measured:
-    return Measured(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit)
+def copied(rank: int, limit: int | None) -> RankCosts:
+    return RankCosts(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit)
 
 
 def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning import choose_plain
 
 from actoffload.planner import OperatorCost, Variant, choose, frontier, replay_ways
-from actoffload.planner.variants import operators_again, within
+from actoffload.planner.variants import correct_times, operators_again
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 from actoffload.schedule.execution_order import remap
 
@@ -179,8 +179,8 @@ def test_of_the_plans_with_about_the_smallest_peak_it_is_the_fastest():
 def test_operators_timed_one_by_one_take_no_longer_than_all_of_them():
     slow = [OperatorCost(of.name, 4 * of.seconds, of.sizes) for of in OPERATORS]
     total = sum(of.seconds for of in OPERATORS)
-    assert sum(of.seconds for of in within(slow, total)) == pytest.approx(total)
-    assert within(OPERATORS, total) == OPERATORS
+    assert sum(of.seconds for of in correct_times(slow, total)) == pytest.approx(total)
+    assert correct_times(OPERATORS, total) == OPERATORS
 
 
 def test_values_are_held_where_that_fits():
@@ -237,7 +237,7 @@ def operator(number: int, seconds: float, nbytes: int, kept: int = 0) -> Operato
 def chains(draw: st.DrawFn) -> tuple[OperatorCost, ...]:
     pairs = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=12))
     found = [operator(k, float(seconds), 256 * nbytes) for k, (seconds, nbytes) in enumerate(pairs)]
-    return tuple(within(found, WHOLE.forward))
+    return tuple(correct_times(found, WHOLE.forward))
 
 
 @given(chains())
@@ -264,7 +264,7 @@ def test_less_is_saved_for_more_time(operators):
 
 def test_convex():
     """Each further byte saves less time than the one before it."""
-    operators = tuple(within([operator(k, float(2**k), 256) for k in range(6)], WHOLE.forward))
+    operators = tuple(correct_times([operator(k, float(2**k), 256) for k in range(6)], WHOLE.forward))
     ways = sorted(replay_ways(WHOLE, operators), key=lambda way: way.cost.nbytes)
     points = [(way.cost.nbytes, way.cost.backward) for way in ways]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points) if b[0] > a[0]]
@@ -273,7 +273,7 @@ def test_convex():
 
 
 def test_the_time_of_the_host_falls_with_the_operators_that_are_not_run_again():
-    operators = tuple(within([operator(k, 1.0, 256) for k in range(4)], WHOLE.forward))
+    operators = tuple(correct_times([operator(k, 1.0, 256) for k in range(4)], WHOLE.forward))
     ways = replay_ways(WHOLE, operators)
     assert ways[0].cost.host_backward == pytest.approx(WHOLE.host_backward - WHOLE.host_forward)
     assert ways[-1].cost.host_backward == WHOLE.host_backward
@@ -283,13 +283,13 @@ def test_the_time_of_the_host_falls_with_the_operators_that_are_not_run_again():
 def test_casts_of_weights_are_kept_without_replay_alone():
     operators = [operator(k, 1.0, 256) for k in range(3)]
     operators[0] = replace(operators[0], kept=100, sizes=(), needed=False)
-    ways = replay_ways(WHOLE, tuple(within(operators, WHOLE.forward)))
+    ways = replay_ways(WHOLE, tuple(correct_times(operators, WHOLE.forward)))
     assert ways[0].cost.kept_bytes == WHOLE.kept_bytes + 100
     assert {way.cost.kept_bytes for way in ways[1:]} == {WHOLE.kept_bytes}
 
 
 def test_an_output_that_the_group_returns_counts_in_the_next_group_alone():
-    operators = list(within([operator(k, 1.0, 256) for k in range(3)], WHOLE.forward))
+    operators = list(correct_times([operator(k, 1.0, 256) for k in range(3)], WHOLE.forward))
     every = replay_ways(WHOLE, tuple(operators))[0].cost.nbytes
     operators[-1] = replace(operators[-1], returned=256)
     assert replay_ways(WHOLE, tuple(operators))[0].cost.nbytes == every - 256

@@ -79,28 +79,28 @@ class Wrapper:
 _wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
 
 
-class Seen(NamedTuple):
+class WrapperVersion(NamedTuple):
     """A wrapper at the moment at which something in it was saved."""
 
     wrapper: Wrapper
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Seen:
+    def of(cls, tensor: torch.Tensor) -> WrapperVersion:
         """Return what has the counter of a tensor, and its version now."""
         return cls(Wrapper.of(tensor), version_of(tensor))
 
 
-Wrappers = tuple[Seen, ...]
+Wrappers = tuple[WrapperVersion, ...]
 """The wrappers around a plain tensor, outermost first; empty for what is no part of anything."""
 
 
-def unchanged(seen: Iterable[Seen]) -> bool:
+def unchanged(seen: Iterable[WrapperVersion]) -> bool:
     """Whether none of some wrappers was changed since."""
     return all(version_of(wrapper.counter) == version for wrapper, version in seen)
 
 
-def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:
+def serves(before: Sequence[WrapperVersion], wrappers: Wrappers) -> bool:
     """Whether a storage that was saved in some wrappers is still what a part of others has.
 
     A wrapper that was changed at all may have been changed after the storage was saved, unless it was there already.
@@ -110,7 +110,7 @@ def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:
     return all(version == 0 or any(wrapper is known for known, _ in before) for wrapper, version in wrappers)
 
 
-def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
+def join_wrappers(before: Sequence[WrapperVersion], wrappers: Wrappers) -> Wrappers:
     """Return the wrappers of a storage with those of one more tensor on it."""
     return (*before, *(seen for seen in wrappers if seen not in before))
 
@@ -137,7 +137,7 @@ def _gives_parts(thing: object) -> bool:
 class Compound:
     """A saved tensor that was taken apart; put together anew each time, so that nothing of it stays on the device."""
 
-    seen: Seen  # the version counter, when the tensor was saved
+    seen: WrapperVersion  # the version counter, when the tensor was saved
     size: torch.Size
     parts: Mapping[str | int, Any]  # by name, what the pack hook returned
     build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
@@ -264,7 +264,7 @@ def parts_to_save(thing: Any, wrappers: Wrappers = ()) -> Iterator[tuple[torch.T
         if inside is None:
             yield thing, wrappers
             return
-        wrappers = (*wrappers, Seen.of(thing))
+        wrappers = (*wrappers, WrapperVersion.of(thing))
     for part in inside or ():
         yield from parts_to_save(part, wrappers)
 

@@ -20,15 +20,15 @@ from .._torch.autograd import CASTS, next_node, saved_as_input
 from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
-    Seen,
     Wrappers,
+    WrapperVersion,
     as_part,
     changed,
     is_compound,
+    join_wrappers,
     ragged_parts,
     serves,
     take_apart,
-    together,
 )
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from .._warnings import explain
@@ -39,7 +39,7 @@ from .engine import Engine
 from .layer import Kept, Layer, LivenessToken, keep, queue_copies
 from .layout import Layout, View
 from .statistics import Reason
-from .storage import Moved, Owner, Residency, Resident, SavedStorage
+from .storage import Owner, Residency, ResidentStorage, SavedStorage, SavedView
 from .transfer import COMPUTE, PassDevice
 
 # Packing
@@ -47,7 +47,7 @@ from .transfer import COMPUTE, PassDevice
 STRIDED = torch.strided
 
 
-Saved: TypeAlias = Kept | SavedStorage | Moved | Compound  # what autograd holds in place of a tensor
+Saved: TypeAlias = Kept | SavedStorage | SavedView | Compound  # what autograd holds in place of a tensor
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
@@ -72,7 +72,7 @@ def pack_parts(
     kept = [part for part in saved.values() if isinstance(part, tuple)]
     if len(kept) == len(saved) and saved_as_input(tensor):  # building it anew takes longer
         return tensor, version_of(tensor), token, tuple(resident for part in kept for resident in part[3])
-    return Compound(Seen.of(tensor), tensor.size(), saved, build)
+    return Compound(WrapperVersion.of(tensor), tensor.size(), saved, build)
 
 
 class PassState(Owner, Protocol):
@@ -182,10 +182,10 @@ class Packer:
         return keep(tensor, self._token)
 
     def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
-        wrappers = tuple(map(Seen.of, self._around))
+        wrappers = tuple(map(WrapperVersion.of, self._around))
         storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
         if storage.plain is not view or wrappers:
-            return Moved(self._owner, self._index, storage, view, probe, self._token)
+            return SavedView(self._owner, self._index, storage, view, probe, self._token)
         if place is not None and self._as_saved and not view.dtype.is_complex:
             base, layout = base_of(tensor), storage.layout
             node = tensor.grad_fn if base is None else base.grad_fn
@@ -216,15 +216,15 @@ class StorageRegistry:
         self._counters = engine.counters
         self._lock = engine.lock
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
-        self._residents: dict[int, weakref.ref[Resident]] = {}
+        self._residents: dict[int, weakref.ref[ResidentStorage]] = {}
         self._devices: dict[torch.device, PassDevice] = {}
 
-    def resident_at(self, address: int) -> Resident | None:
+    def resident_at(self, address: int) -> ResidentStorage | None:
         """Return the record of the storage at an address, if a kept layer saved it and it is still saved."""
         ref = self._residents.get(address)
         return None if ref is None else ref()
 
-    def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
+    def resident(self, layer: Layer, tensor: torch.Tensor) -> ResidentStorage | None:
         """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
         memory = tensor.untyped_storage()
         key = address(memory)
@@ -236,13 +236,13 @@ class StorageRegistry:
             ref = self._residents.get(key)
             resident = None if ref is None else ref()
             if resident is None:
-                resident = Resident(memory.nbytes(), self._counters)
+                resident = ResidentStorage(memory.nbytes(), self._counters)
                 self._residents[key] = ref = weakref.ref(resident)
             if ref is not None:
                 layer.residents.append(ref)
         return resident
 
-    def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
+    def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> ResidentStorage | None:
         """Return the record of a storage of an offloaded layer that a kept one holds: a copy frees nothing."""
         ref = self._residents.get(address(tensor.untyped_storage()))
         resident = None if ref is None else ref()
@@ -255,7 +255,7 @@ class StorageRegistry:
 
     def save_as_before(
         self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
-    ) -> SavedStorage | Moved | None:
+    ) -> SavedStorage | SavedView | None:
         """Save a tensor that was saved already, or is as the one at its place in an earlier pass; None for others.
 
         `known` is what was saved at its place: a new storage, which the tensor filled.  Either is not marked, not a
@@ -311,7 +311,7 @@ class StorageRegistry:
 
     def _save_again(
         self, layer: Layer, tensor: torch.Tensor, storage: SavedStorage, owner: Owner, *, as_saved: bool
-    ) -> SavedStorage | Moved | None:
+    ) -> SavedStorage | SavedView | None:
         base, plain, index = base_of(tensor), storage.plain, layer.index
         with self._lock:
             if (
@@ -337,7 +337,7 @@ class StorageRegistry:
             if index not in storage.layers:
                 storage.layers[index] = False
                 layer.storages.append(storage.resources)
-            return Moved(owner, index, storage, plain, storage.probe, layer.token)
+            return SavedView(owner, index, storage, plain, storage.probe, layer.token)
 
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
@@ -373,7 +373,7 @@ class StorageRegistry:
                     self._count_shared(storage, stays, roles)
             storage.add(tensor, view, probe)
             if wrappers:
-                storage.wrappers = together(storage.wrappers, wrappers)
+                storage.wrappers = join_wrappers(storage.wrappers, wrappers)
             if backend.checks:
                 backend.saved(tensor, stream)
             note = take_final(key, version) if finals else None

@@ -20,7 +20,7 @@ from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
 from .layout import Layout
 from .statistics import Reason
-from .storage import HostCopy, Residency, Resident, SavedStorage
+from .storage import HostCopy, Residency, ResidentStorage, SavedStorage
 from .transfer import CopyOut, Transfers
 
 
@@ -40,7 +40,7 @@ class LivenessToken:
 
 
 @dataclass(slots=True, eq=False)
-class _Reached:
+class _GraphEnd:
     """The hook at the end of a layer's graph, which keeps the token alive."""
 
     reached: Callable[[int], None]
@@ -55,7 +55,7 @@ class _Reached:
             raise
 
 
-opaque(_Reached.__call__, NOT_COMPILED)
+opaque(_GraphEnd.__call__, NOT_COMPILED)
 
 
 class Layer:
@@ -87,7 +87,7 @@ class Layer:
         self.waiting_bytes = 0
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.
         self.unwritten_by = -1
-        self.residents: list[weakref.ref[Resident]] = []
+        self.residents: list[weakref.ref[ResidentStorage]] = []
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -102,7 +102,7 @@ class Layer:
         if self._alive() is None:
             self._graphless = not any(output.requires_grad for output in outputs)
             self._returned = returned
-        hook = _Reached(reached, self.index, self.revive())  # also if nothing was saved: the outputs may have a graph
+        hook = _GraphEnd(reached, self.index, self.revive())  # also if nothing was saved: the outputs may have a graph
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(hook)
@@ -236,10 +236,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 # A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
 # A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[Resident, ...]]
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[ResidentStorage, ...]]
 
 
-def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, ...] = ()) -> Kept:
+def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[ResidentStorage, ...] = ()) -> Kept:
     """Hold a tensor that is kept on the device."""
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.

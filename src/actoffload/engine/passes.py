@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, stands_for_another
 from .._torch.modules import NOT_COMPILED, current_module, opaque
-from .._torch.subclasses import Seen, is_compound, plain_parts
+from .._torch.subclasses import WrapperVersion, is_compound, plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
 from ..schedule.execution_order import OUTSIDE, ExecutionOrder, Key, Roles
@@ -36,7 +36,7 @@ from .hooks import Pack, Packer, Saved, StorageRegistry, pack_parts
 from .layer import Layer, Phase, keep, reload
 from .layout import View
 from .statistics import Counters, Reason
-from .storage import Moved, Residency, SavedStorage
+from .storage import Residency, SavedStorage, SavedView
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _Backward:
 
 
 @dataclass(slots=True, eq=False)
-class _Left:
+class _LayerEnd:
     """The hook where backward leaves a layer for its input: ends the recorded span."""
 
     owner: weakref.ref[Pass]
@@ -65,7 +65,7 @@ class _Left:
                 owner._finish(Kind.BACKWARD, self.index)
 
 
-opaque(_Left.__call__, NOT_COMPILED)
+opaque(_LayerEnd.__call__, NOT_COMPILED)
 
 
 class Pass:
@@ -129,7 +129,7 @@ class Pass:
 
         Autograd runs what was computed before a layer after all of the layer.
         """
-        hook = _Left(weakref.ref(self), layer.index)
+        hook = _LayerEnd(weakref.ref(self), layer.index)
         for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
             node.register_prehook(hook)  # [guard: recorded end of a backward]
 
@@ -444,14 +444,14 @@ class ModelPass(Pass, Generic[Key]):
                     self._note(because, resident.nbytes)
                 return keep(tensor, token, (resident,))
         saver, before = layer if late is None else late, len(layer.storages)
-        storage, view, probe = registry.save(saver, tensor, self.roles, tuple(map(Seen.of, around)))
+        storage, view, probe = registry.save(saver, tensor, self.roles, tuple(map(WrapperVersion.of, around)))
         if len(layer.storages) > before:
             if withheld:
                 self._note(because, storage.nbytes)
             elif late is None and self.engine.follows_all:
                 self.saved_outside.append((layer.storages[-1], current_module()))
         mine = token if late is None else late.revive()
-        return Moved(self, saver.index, storage, view, probe, mine)
+        return SavedView(self, saver.index, storage, view, probe, mine)
 
     def _late(self, tensor: torch.Tensor) -> Layer | None:
         """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""

@@ -178,7 +178,7 @@ class SavedStorage(HostCopy):
 
     Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
     tensors of its own type and layout, and autograd holds it directly in place of that tensor.  Everything else is
-    copied as bytes, and autograd holds one `Moved` for each tensor.
+    copied as bytes, and autograd holds one `SavedView` for each tensor.
     """
 
     version: int = 0  # of its first tensor when that was saved
@@ -405,7 +405,7 @@ class SavedStorage(HostCopy):
         device.counters.resident -= nbytes
 
 
-class InFlight(SavedStorage):
+class StorageInFlight(SavedStorage):
     """A storage whose device memory is used by a transfer, or by another stream than its own.
 
     A storage changes to this class and back, because only such a one needs a finalizer; see [Note: finalizers].
@@ -434,12 +434,12 @@ class InFlight(SavedStorage):
             device.transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
 
 
-SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, InFlight
-opaque(InFlight.__del__)
+SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, StorageInFlight
+opaque(StorageInFlight.__del__)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Moved:
+class SavedView:
     """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
     owner: Owner  # the packer of a model drops its own reference
@@ -462,7 +462,7 @@ class Moved:
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
-class Resident:
+class ResidentStorage:
     """A storage that is kept on the device; what autograd holds for the tensors on it in one pass refers to this."""
 
     __slots__ = ("__weakref__", "_resources", "nbytes")

@@ -15,7 +15,7 @@ from .._arguments import budget_bytes, check_num_layers, check_whole, checked_li
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..replay import Given, everything, policy_for
+from ..replay import PolicyArgument, everything, policy_for
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -44,7 +44,7 @@ def offload(
     max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    recompute: bool | Given | Literal["auto"] = "auto",
+    recompute: bool | PolicyArgument | Literal["auto"] = "auto",
     plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model; `actoffload.offload` describes the arguments."""

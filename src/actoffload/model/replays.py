@@ -81,7 +81,7 @@ class _Group(NamedTuple):
     states: list[Attributes]
 
 
-class Begun(NamedTuple):
+class RunningCall(NamedTuple):
     """A call that runs, and what is learned at its end."""
 
     call: Call
@@ -128,7 +128,7 @@ class Replays:
         args: Any,
         kwargs: Any,
         operators: OperatorTimes | None,
-    ) -> Begun | Callable[..., Any] | None:
+    ) -> RunningCall | Callable[..., Any] | None:
         """Begin a call of a group; None if it is not replayed.
 
         Of a group with compiled code, which is one operator, a wrapper is returned that runs it again as a whole.
@@ -200,7 +200,7 @@ class Replays:
         kind.calls += 1
         if isinstance(found, Tracer):
             found.begin()
-        return Begun(call, group, kind, policy, operators)
+        return RunningCall(call, group, kind, policy, operators)
 
     def _measure(self, program: Program, source: Any, beginning: Any) -> Times:
         """Time the operators of a program, unless those of enough groups that do the same were timed."""
@@ -208,7 +208,7 @@ class Replays:
         self._timed[key] += 1
         return measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else {}
 
-    def finish(self, begun: Begun, output: Any) -> None:
+    def finish(self, begun: RunningCall, output: Any) -> None:
         """End a call of a group that has returned."""
         call, kind, policy = begun.call, begun.kind, begun.policy
         call.finish(output, policy, self._min_bytes())

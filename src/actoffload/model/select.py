@@ -79,12 +79,12 @@ class Names:
         """Return a name with ``*`` in place of indices; the root has the name of its class."""
         return name_pattern(name) or self.title
 
-    def chosen(self, kinds: Mapping[str, str]) -> tuple[Chosen, ...]:
+    def chosen(self, kinds: Mapping[str, str]) -> tuple[SelectedModule, ...]:
         """Return modules in registration order, each under its first name, with the kind that it has there."""
-        return tuple(Chosen(name, self.modules[name], kinds[name]) for name in self.modules if name in kinds)
+        return tuple(SelectedModule(name, self.modules[name], kinds[name]) for name in self.modules if name in kinds)
 
 
-class Chosen(NamedTuple):
+class SelectedModule(NamedTuple):
     """A module that an argument means."""
 
     name: str
@@ -122,7 +122,7 @@ def split_default(layers: Any) -> tuple[bool, Any]:
     return len(others) < len(entries), others
 
 
-def find_groups(names: Names, layers: Any, keep: Any) -> tuple[tuple[Chosen, ...], tuple[Chosen, ...]]:
+def find_groups(names: Names, layers: Any, keep: Any) -> tuple[tuple[SelectedModule, ...], tuple[SelectedModule, ...]]:
     """Return the groups and the modules that are kept: what ``layers`` and ``keep`` of `offload` mean.
 
     The model may be a stage of a pipeline.
@@ -141,7 +141,9 @@ def find_groups(names: Names, layers: Any, keep: Any) -> tuple[tuple[Chosen, ...
     return chosen, kept
 
 
-def followed_modules(root: Module, groups: Iterable[Chosen], kept: Iterable[Chosen] = ()) -> list[FollowedModule]:
+def followed_modules(
+    root: Module, groups: Iterable[SelectedModule], kept: Iterable[SelectedModule] = ()
+) -> list[FollowedModule]:
     """Return the modules to follow: the model, its groups and the modules that are kept."""
     return [
         FollowedModule(ROOT, type(root).__name__, weakref.ref(root)),
@@ -150,7 +152,7 @@ def followed_modules(root: Module, groups: Iterable[Chosen], kept: Iterable[Chos
     ]
 
 
-def choose(names: Names, layers: Any, kept: Iterable[Chosen] = ()) -> tuple[Chosen, ...]:
+def choose(names: Names, layers: Any, kept: Iterable[SelectedModule] = ()) -> tuple[SelectedModule, ...]:
     """Return the modules that `layers` means, in registration order, each once.
 
     None and ``...`` mean the default groups without those that are `kept`.  The kind of others is the pattern, the name
@@ -172,7 +174,7 @@ def choose(names: Names, layers: Any, kept: Iterable[Chosen] = ()) -> tuple[Chos
     return names.chosen(found | _by_class(names, others))
 
 
-def choose_kept(names: Names, keep: Any) -> tuple[Chosen, ...]:
+def choose_kept(names: Names, keep: Any) -> tuple[SelectedModule, ...]:
     """Return the modules that `keep` means, in registration order; a ``Sequential`` is itself here."""
     entries = _entries(names, keep)
     return names.chosen(dict(meant for entry, _ in entries for meant in _meaning(names, entry, False, "keep")))

@@ -28,7 +28,7 @@ from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
-from .replays import Begun, Replays
+from .replays import Replays, RunningCall
 from .reporting import coverage_warning, explain
 from .steering import Mode, PassSettings, Steering
 
@@ -40,7 +40,7 @@ class Call:
     followed: FollowedModule
     part: int = 0
     layer: Layer | None = None
-    replay: Begun | None = None
+    replay: RunningCall | None = None
 
 
 class ThreadState(threading.local):
@@ -197,7 +197,7 @@ class Tracker:
         if begun is None:
             return None
         layer.recomputed = policy
-        if not isinstance(begun, Begun):
+        if not isinstance(begun, RunningCall):
             return begun
         call.replay = begun
         thread.packer.take_aside(begun.call.pack)

@@ -28,7 +28,7 @@ from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Do, When
-from ..tune.costs import Learned
+from ..tune.costs import StageFacts
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class Conductor:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.learned = Learned()
+        self.learned = StageFacts()
         self.plan: PipelinePlan | None = None
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]

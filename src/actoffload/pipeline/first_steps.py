@@ -28,9 +28,9 @@ from ..schedule.costs import Link
 from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost
-from ..tune.meter import Standing, StepMeter
+from ..tune.meter import StageMemory, StepMeter
 from .conductor import Conductor
-from .planning import Limits, Measured, PipelineRanks, Plans, Tried, agreed, keep_best, plans_of
+from .planning import Limits, PipelineRanks, Plans, RankCosts, RankTrial, agreed, keep_best, plans_of
 from .stages import RankStage, has_grown
 
 TRACES = 2  # steps in which groups are traced
@@ -47,7 +47,7 @@ class FirstSteps:
     ) -> None:
         self._stages, self._conductor = stages, conductor
         self._rank, self._exchange, self._limits = rank, exchange, limits
-        self.known: list[Measured] = []  # by all ranks, when they planned
+        self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
         self._lean: StepMeter | None = None  # of the latest step that offloaded everything
         self._timed: StepMeter | None = None  # of the latest step with a plan
@@ -93,7 +93,7 @@ class FirstSteps:
             if group.group in stage.steering.replayed
         )
 
-    def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[Tried]]:
+    def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[RankTrial]]:
         """Yield steps with some plans until one was timed in all ranks; return what they saw."""
         self._timed = None
         idle = all(plan.idle for plan in plans)
@@ -107,12 +107,12 @@ class FirstSteps:
                 return known
             yield Stage.PLAN, ()
 
-    def _tried(self) -> Tried | None:
+    def _tried(self) -> RankTrial | None:
         """Return what the latest step with a plan showed; None if there was none."""
         if self._timed is None:
             return None
         self._timed.wait()
-        return Tried(self._timed.seconds(), self._peak)
+        return RankTrial(self._timed.seconds(), self._peak)
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
@@ -131,12 +131,12 @@ class FirstSteps:
         if stage is Stage.LEAN:
             with engine.lock:
                 engine.counters.reset()
-            standing = dict[int, Standing]()
+            standing = dict[int, StageMemory]()
             for each in self._stages:
                 self._gradients[each.index] = each.steering.gradients
                 boundary, output = kept_outputs(each.index, self._conductor.learned)
                 boundary += each.steering.outside
-                standing[each.index] = Standing(boundary, output, sum(self._gradients[each.index]))
+                standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
             self._meter = StepMeter(self._backend, engine.counters, standing)
             engine.record(self._meter)
             self._conductor.watching = self._meter.note
@@ -163,7 +163,7 @@ class FirstSteps:
             limit = usable(limit, max(saved, default=0))
         return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
 
-    def measured(self, plan: PipelinePlan | None = None) -> Measured | None:
+    def measured(self, plan: PipelinePlan | None = None) -> RankCosts | None:
         """Return what this rank knows; None if no whole step was seen.
 
         Later, with the `plan` that is followed, groups save what their ways saved when these were measured.  Where one
@@ -177,7 +177,7 @@ class FirstSteps:
         if plan is None and self._limits.may_recompute:
             self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self._stages}
         if not all(set(names[stage]) <= set(known) for stage, (_, known) in self._measured.items()):
-            return Measured(self._rank, learned.order, names, costs, link, self._limit(costs))
+            return RankCosts(self._rank, learned.order, names, costs, link, self._limit(costs))
         if plan is not None:
             self._grow(plan)
         ways = dict[int, list[tuple[Variant, ...]]]()
@@ -193,7 +193,7 @@ class FirstSteps:
                 splits=tuple(kept),
                 gradient_bytes=tuple(before.gradient_bytes[k] for k in at) if before.gradient_bytes else (),
             )
-        return Measured(self._rank, learned.order, names, costs, link, self._limit(costs), ways or None)
+        return RankCosts(self._rank, learned.order, names, costs, link, self._limit(costs), ways or None)
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""

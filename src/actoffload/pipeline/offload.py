@@ -19,7 +19,7 @@ from ..engine.statistics import Statistics
 from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..model.select import check_entries
-from ..replay import Given, Policy, policy_for
+from ..replay import Policy, PolicyArgument, policy_for
 from ..report.ranks import PipelineReport, RankReports, gather_reports
 from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -43,7 +43,7 @@ def offload(
     max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    recompute: bool | Given | Literal["auto"] = "auto",
+    recompute: bool | PolicyArgument | Literal["auto"] = "auto",
     plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle: ...
 
@@ -60,7 +60,7 @@ def offload(
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     delta_bytes_per_rank: int | str | None = None,
-    recompute: bool | Given | Literal["auto"] = "auto",
+    recompute: bool | PolicyArgument | Literal["auto"] = "auto",
 ) -> PipelineHandle: ...
 
 
@@ -76,7 +76,7 @@ def offload(
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     delta_bytes_per_rank: int | str | None = None,
-    recompute: bool | Given | Literal["auto"] = "auto",
+    recompute: bool | PolicyArgument | Literal["auto"] = "auto",
     plan: Plan | str | PathLike[str] | None = None,
 ) -> OffloadHandle | PipelineHandle:
     """Offload the activations of a model, or of the stages of a pipeline schedule; their code stays as it is.

@@ -41,7 +41,7 @@ Plans = tuple[PipelinePlan, ...]
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankCosts:
     """What one rank knows before all of them plan."""
 
     rank: int
@@ -54,17 +54,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Tried:
+class RankTrial:
     """What one rank knows of a plan that all of them have tried."""
 
     seconds: float  # of a step with the plan
     peak: int = 0  # bytes of device memory in that step; 0 if not known
 
 
-register(Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
+register(RankCosts, RankTrial, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
 
 
-def agreed(pipelines: Sequence[Sequence[Measured | None]]) -> list[Measured] | None:
+def agreed(pipelines: Sequence[Sequence[RankCosts | None]]) -> list[RankCosts] | None:
     """Return what the ranks of pipelines that run the same stages plan with; None if one of them has no whole step.
 
     The costs are those of the first pipeline; of memory it is the least, and of links the slowest.
@@ -96,7 +96,7 @@ class Limits:
         return self.memory_budget is None and given != (None, None, None)
 
 
-def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
+def plans_of(measured: Sequence[RankCosts], limits: Limits) -> Plans:
     """Return the plans of all ranks: what the arguments ask for if that fits, otherwise the fastest that fit."""
     names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
@@ -117,12 +117,12 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> Plans:
     )
 
 
-def _exceed(plans: Plans, measured: Sequence[Measured]) -> bool:
+def _exceed(plans: Plans, measured: Sequence[RankCosts]) -> bool:
     pairs = zip(plans, measured, strict=True)
     return any(each.limit is not None and (plan.peak_bytes or 0) > each.limit for plan, each in pairs)
 
 
-def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Variant, ...]]]:
+def variants_of(measured: Sequence[RankCosts]) -> dict[int, Sequence[tuple[Variant, ...]]]:
     """Return the ways to run the groups of each stage, the first one without recomputation; empty if not measured."""
     return {stage: ways for each in measured for stage, ways in (each.again or {}).items()}
 
@@ -147,9 +147,9 @@ def decision(plans: Plans) -> str:
 
 def keep_best(
     plans: Plans,
-    measured: Sequence[Measured],
+    measured: Sequence[RankCosts],
     limits: Limits,
-    steps_with: Callable[[Plans], Generator[Any, Any, list[Tried]]],
+    steps_with: Callable[[Plans], Generator[Any, Any, list[RankTrial]]],
 ) -> Generator[Any, Any, Plans]:
     """Run the steps with some plans, and with others that follow; return those to keep.
 
@@ -182,7 +182,7 @@ def keep_best(
     )
 
 
-def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) -> Plans:
+def whole_replay(measured: Sequence[RankCosts], limits: Limits, way: int = -1) -> Plans:
     """Return plans in which every group is replayed as a whole, and offloaded only if a rank would exceed its memory.
 
     There are none where recomputation was not measured.  Of the ways to run each group, another one may be chosen.
@@ -194,7 +194,7 @@ def whole_replay(measured: Sequence[Measured], limits: Limits, way: int = -1) ->
     }
     if not any(ways.values()):
         return ()
-    again, saves = list[Measured](), dict[int, tuple[tuple[str, ...] | None, ...]]()
+    again, saves = list[RankCosts](), dict[int, tuple[tuple[str, ...] | None, ...]]()
     for each in measured:
         costs = dict(each.costs)
         for stage in costs.keys() & {stage for stage, mine in ways.items() if mine}:

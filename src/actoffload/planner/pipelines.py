@@ -104,14 +104,14 @@ def plan_pipeline(
     return _plans(ranks, _best(ranks, budgets), names or {})
 
 
-Chosen = tuple[Placement, str]
+RankChoice = tuple[Placement, str]
 """What a rank does, and why."""
 
 
-def _best(ranks: Ranks, budgets: Sequence[int | None]) -> list[Chosen]:
+def _best(ranks: Ranks, budgets: Sequence[int | None]) -> list[RankChoice]:
     """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
     allowed = ranks.seconds * (1 + FREE)  # that a step may take without a cost
-    found: list[Chosen] = []
+    found: list[RankChoice] = []
     for margin in MARGINS:
         choices = [replace(each, margin=margin) for each in ranks.choices]
         found = [_chosen(each, budget, allowed) for each, budget in zip(choices, budgets, strict=True)]
@@ -122,7 +122,7 @@ def _best(ranks: Ranks, budgets: Sequence[int | None]) -> list[Chosen]:
     return found
 
 
-def _chosen(rank: Choices, budget: int | None, allowed: float) -> Chosen:
+def _chosen(rank: Choices, budget: int | None, allowed: float) -> RankChoice:
     """Return what a rank does, and why."""
     knobs = rank.knobs
     if budget is None and not knobs.given and knobs.max_inflight is None:
@@ -136,7 +136,7 @@ def _chosen(rank: Choices, budget: int | None, allowed: float) -> Chosen:
     return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
 
 
-def _plans(ranks: Ranks, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
+def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
     """Return the plans with what they are expected to cost."""
     runs, seconds = ranks.simulated([placement for placement, _ in found])
     costs = [times.cost for times in ranks.pipeline.times]

@@ -106,7 +106,7 @@ class Variant:
         return replace(self, cost=change(self.cost), held=None if self.held is None else change(self.held))
 
 
-def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
+def correct_times(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
     """Return operators with times that are right if all of them take so long together.
 
     Where the host is slower than the device, each waits for it while it is timed alone: all for about as long.
@@ -126,7 +126,7 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
     whole : LayerCost
         The group when all of it was recomputed.
     operators : tuple of OperatorCost
-        All of its operators, with times as `within` its forward.
+        All of its operators, with times as `correct_times` makes them for its forward.
 
     Notes
     -----

@@ -2,7 +2,7 @@
 
 from .call import Call
 from .keys import Attributes, describe
-from .policy import Given, Policy, everything, names_of, policy_for, saving
+from .policy import Policy, PolicyArgument, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
 from .trace import FunctionCall, Trace, Weight, same
@@ -13,8 +13,8 @@ __all__ = [
     "Attributes",
     "Call",
     "FunctionCall",
-    "Given",
     "Policy",
+    "PolicyArgument",
     "Program",
     "Times",
     "Trace",

@@ -21,7 +21,7 @@ from .._torch.tensors import address, is_freed, version_of
 from ..engine.hooks import Packer
 from ..engine.statistics import Reason
 from .policy import Policy, everything
-from .program import Expected, Program
+from .program import ExpectedTensor, Program
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
 from .remake import Remake, Slot
 from .trace import UNKNOWN, RngPosition, leaves
@@ -72,7 +72,7 @@ class Call:
         self._remake, self._packer, self._timed = Remake(modules, alarm, name), packer, timed
         self._compares_all = compares_all
         self._slots: list[Slot | None] = []
-        self._expected: Sequence[Expected | None] = ()  # what is saved in a call that follows a program
+        self._expected: Sequence[ExpectedTensor | None] = ()  # what is saved in a call that follows a program
         self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
         self.tracer = found if isinstance(found, Tracer) else None
         self._proves = proves or self.tracer is not None

@@ -29,7 +29,7 @@ COSTLY = {
 }
 """Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
 
-Given: TypeAlias = Callable[..., Any] | Collection[Any]
+PolicyArgument: TypeAlias = Callable[..., Any] | Collection[Any]
 """A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes one."""
 
 

@@ -41,7 +41,7 @@ class _Read(NamedTuple):
     same: bool  # as that tensor itself
 
 
-class Expected(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """What the pack hook compares a saved tensor with, and what it does with it."""
 
     dtype: torch.dtype
@@ -154,7 +154,9 @@ class Program:
     steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
     uses: Counter[int] = field(default_factory=Counter)  # by dropped value: its entries
-    expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
+    expected: list[ExpectedTensor | None] = field(
+        default_factory=list
+    )  # by entry; None for weights, and if unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
     held: frozenset[int] = frozenset()  # see [Note: parts]
@@ -260,7 +262,7 @@ class Program:
         sources = tuple(value for value in reads if value in self.sources)
         return Step(node, call, args, kwargs, places, single, made, reads, sources, scratch)
 
-    def _expect(self, entry: Entry) -> Expected | None:
+    def _expect(self, entry: Entry) -> ExpectedTensor | None:
         view, value = entry.view, entry.value
         if view is None:
             return None
@@ -269,7 +271,7 @@ class Program:
         layout = view.dtype, view.size, view.stride, view.offset // view.dtype.itemsize
         is_shared = self.uses[value] > 1
         place = source if same else -1
-        return Expected(*layout, value, value in self.dropped, is_shared, place)  # type: ignore[arg-type]
+        return ExpectedTensor(*layout, value, value in self.dropped, is_shared, place)  # type: ignore[arg-type]
 
     # Parts
 

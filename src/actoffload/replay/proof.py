@@ -110,7 +110,7 @@ Times = dict[int, tuple[StreamEvent, StreamEvent]]
 """Events around the operators of a program, by their place in the trace."""
 
 
-class Real(Protocol):
+class SavedValue(Protocol):
     """What a call saved."""
 
     tensor: Tensor | None
@@ -119,7 +119,7 @@ class Real(Protocol):
 def prove(
     program: Program,
     source: Callable[[int], Tensor],
-    saved: Mapping[int, Real],
+    saved: Mapping[int, SavedValue],
     droppable: Collection[int],
     beginning: RngPosition | None,
     *,

@@ -93,7 +93,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._weights: dict[int, tuple[Weight, View]] = {}
         self._found_weights: dict[int, int] = {}  # by value: the address of the storage
         self._counts: defaultdict[Any, count[int]] = defaultdict(count)
-        self._function: _Running | None = None  # that runs now
+        self._function: _RunningFunction | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
@@ -360,7 +360,7 @@ class Tracer(_Base):  # type: ignore[misc]
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
         before = generator_states()
-        running = self._function = _Running(len(self.values))
+        running = self._function = _RunningFunction(len(self.values))
         self.drawing.start_operator()
         try:
             outputs = apply(function, *args, **kwargs)
@@ -427,7 +427,7 @@ class Tracer(_Base):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningFunction:
     """A `torch.autograd.Function` whose forward runs."""
 
     first: int  # the values before are not its own

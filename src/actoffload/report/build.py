@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
-from ..engine.storage import Residency, Resident
+from ..engine.storage import Residency, ResidentStorage
 from ..schedule.execution_order import OUTSIDE, GroupKey
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders
@@ -30,7 +30,7 @@ NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wast
 # What a pass did
 
 
-class Held(NamedTuple):
+class UnfreedMemory(NamedTuple):
     """Memory that was offloaded but not freed, because something else references it."""
 
     place: int  # position of its group in the sequence of groups
@@ -47,7 +47,7 @@ class PassStatistics:
     groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
     expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
     freed_bytes: int  # of offloaded groups, in the forward
-    held: tuple[Held, ...]
+    held: tuple[UnfreedMemory, ...]
     later_bytes: int = 0  # that the plan frees in backward
     waiting: int = 0  # earlier passes whose backward is still to come
     # Of models only
@@ -65,8 +65,8 @@ class PassStatistics:
         stay, expected, freed, later = done.roles.stay, 0, 0, 0
         if not done.roles.planned:  # the program calls for each transfer
             stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
-        groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
-        residents: set[Resident] = set()  # each counts in the first group that saved it
+        groups, held = list[tuple[Layer, GroupReport]](), list[UnfreedMemory]()
+        residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
         for layer in done.layers:
             offloaded, numbers = layer.index not in stay, Counter[str]()
             kept: list[Amounts] = [{reason: (count, size) for reason, (count, size) in layer.kept.items()}]
@@ -87,7 +87,7 @@ class PassStatistics:
                 memory = done.registry.held_elsewhere(storage)
                 if memory is not None:
                     at = address(memory)
-                    held.append(Held(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
+                    held.append(UnfreedMemory(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
             for resident in filter(None, (ref() for ref in layer.residents)):
                 if resident not in residents:  # [guard: kept storage that several groups saved -> True]
                     residents.add(resident)
@@ -235,7 +235,7 @@ class Recording:
     open: bool = True
     passes: int = 0
     outside: dict[str, int] = field(default_factory=dict)
-    held: tuple[Held, ...] = ()
+    held: tuple[UnfreedMemory, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
 
     def timeline(self) -> StepTimeline:

@@ -154,10 +154,10 @@ class LayerCost:
         check_whole(pieces=pieces, least=1)
         pieces = min(pieces, nbytes)
         sizes = [nbytes // pieces] * (pieces - 1) + [nbytes // pieces + nbytes % pieces] if pieces else []
-        return cls(forward, backward, evenly(sizes))
+        return cls(forward, backward, spread_evenly(sizes))
 
 
-def evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
+def spread_evenly(sizes: Sequence[int]) -> tuple[Saved, ...]:
     """Return tensors that are saved at equal distances, and needed in reverse order; those without bytes are none."""
     count = len(sizes)
     return tuple(Saved(nbytes, (k + 1) / count, (count - 1 - k) / count) for k, nbytes in enumerate(sizes) if nbytes)

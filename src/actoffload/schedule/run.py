@@ -31,7 +31,7 @@ Key = tuple[int, int, int]
 """Stage, microbatch and group: a `Chunk`."""
 
 
-class Compiled(NamedTuple):
+class CompiledStep(NamedTuple):
     """A step with what is looked up for it."""
 
     needs: int  # number of what another stage sends, or -1
@@ -55,7 +55,7 @@ class _Copy:
 class RankRun:
     """One rank that runs.  The clocks are seconds since the step of the schedule began."""
 
-    steps: Sequence[Compiled]
+    steps: Sequence[CompiledStep]
     times: Sequence[StageTimes]  # of all stages
     link: Link
     other: int  # bytes on the device beside saved tensors, without those of `Part.levels`

@@ -18,7 +18,7 @@ from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
 from .pipeline_plan import Actions, PipelinePlan
 from .plan import Action, Plan
-from .run import NEVER, STOPPED, Compiled, RankRun
+from .run import NEVER, STOPPED, CompiledStep, RankRun
 from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
 
@@ -335,10 +335,10 @@ class Pipeline:
         """Return the times of a stage."""
         return StageTimes(cost, self.link, self._exact)
 
-    def _compile(self, rank: int, step: Step) -> Compiled:
+    def _compile(self, rank: int, step: Step) -> CompiledStep:
         cost, forward = self.times[step.stage].cost, step.computation is Computation.FORWARD
         if step.computation is Computation.BACKWARD_WEIGHT:
-            return Compiled(-1, -1, 0.0, step)
+            return CompiledStep(-1, -1, 0.0, step)
         before, behind = (step.stage - 1, step.stage + 1) if forward else (step.stage + 1, step.stage - 1)
 
         def message(stage: int) -> int:
@@ -347,7 +347,7 @@ class Pipeline:
         nbytes = cost.sent_forward if forward else cost.sent_backward
         far = self.rank_of.get(behind, rank) != rank
         delay = self.latency + nbytes / self.bandwidth if far else 0.0
-        return Compiled(message(before) if before in self.rank_of else -1, message(step.stage), delay, step)
+        return CompiledStep(message(before) if before in self.rank_of else -1, message(step.stage), delay, step)
 
     def run(
         self, actions: Sequence[Actions], *, record: bool = False, note: bool = False, allowed: float = inf

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ..device.base import Backend, current_stream
-from ..schedule.costs import LayerCost, Link, Saved, evenly
+from ..schedule.costs import LayerCost, Link, Saved, spread_evenly
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
@@ -124,7 +124,7 @@ def layer_costs(
         least = min((border.other_bytes for border in borders if border is not None), default=0)
         first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
         temporaries = (0 if border is None else border.temporary for border in borders)
-        saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else evenly(sizes[k])
+        saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else spread_evenly(sizes[k])
         host_forward, host_backward = (host.get((kind, kinds[k]), 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
         costs.append(
             LayerCost(
@@ -170,7 +170,7 @@ def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCo
 
 
 @dataclass(eq=False)
-class Learned:
+class StageFacts:
     """What the steps so far showed of the stages of a rank."""
 
     order: tuple[Step, ...] = ()  # of the latest whole step
@@ -180,7 +180,7 @@ class Learned:
     returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
 
 
-def kept_outputs(stage: int, learned: Learned) -> tuple[int, int]:
+def kept_outputs(stage: int, learned: StageFacts) -> tuple[int, int]:
     """Return the bytes of outputs that a stage keeps of a microbatch until its last backward, and until the step ends.
 
     Those that are saved do not count.
@@ -192,7 +192,7 @@ def kept_outputs(stage: int, learned: Learned) -> tuple[int, int]:
 def stage_cost(
     stage: int,
     saved: Sequence[Sequence[tuple[int, int]]],
-    learned: Learned,
+    learned: StageFacts,
     outside: int = 0,
     other_bytes: int = 0,
     gradients: Sequence[int] = (),
@@ -225,7 +225,7 @@ def stage_cost(
             LayerCost(
                 forward.seconds,
                 backward.seconds,
-                evenly([nbytes for _, nbytes in saved[k]]),
+                spread_evenly([nbytes for _, nbytes in saved[k]]),
                 gap_forward=forward.gap,
                 gap_backward=backward.gap,
                 gap_forward_temporary=most.get((Kind.FORWARD, k, False), 0),

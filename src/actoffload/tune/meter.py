@@ -297,7 +297,7 @@ WHOLE = -1  # in place of a group: the computation
 
 
 @dataclass(frozen=True)
-class Standing:
+class StageMemory:
     """Bytes of a stage that a plan counts by itself."""
 
     boundary: int  # of each microbatch, from its forward to its last backward
@@ -314,7 +314,7 @@ class StepMeter(Meter):
 
     measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
-    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, Standing] | None = None) -> None:
+    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, StageMemory] | None = None) -> None:
         super().__init__(backend, counters, memory=bool(standing))
         self._standing = standing or {}
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()

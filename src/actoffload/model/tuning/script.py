@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from ..._text import milliseconds
 from ...planner import OperatorCost, Variant, replay_ways
-from ...planner.variants import within
+from ...planner.variants import correct_times
 from ...replay import Policy
 from ...schedule.costs import LayerCost, Saved
 from ...schedule.plan import Plan
@@ -314,7 +314,7 @@ def ways_of(
         if once and saved.get(number):
             ways = Variant(_run_once(cost, saved[number])), Variant(cost, ())
         elif once and operators.get(number):
-            ways = replay_ways(cost, within(operators[number], cost.forward))
+            ways = replay_ways(cost, correct_times(operators[number], cost.forward))
         found.append(tuple(way.map(lambda cost: cost.in_batches(batch)) for way in ways))
     return found
 
