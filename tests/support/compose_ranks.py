@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from actoffload import gather_reports
-from actoffload.device import accelerator, chunks
+from actoffload.device import accelerator
 
 
 def batch(k: int) -> Tensor:
@@ -267,7 +267,7 @@ def run_cases(device: torch.device, names: list[str]) -> list[dict[str, Any]]:
     """
     warnings.simplefilter("ignore")
     helpers.PLACE = device
-    chunks.TO_HOST = chunks.TO_DEVICE = accelerator.SEPARATED = 2048
+    accelerator.TO_HOST = accelerator.TO_DEVICE = accelerator.SEPARATED = 2048
     with helpers.deterministic() if device.type == "cuda" else nullcontext():
         return [seen(name) for name in names]
 
