@@ -31,7 +31,7 @@ import actoffload
 from actoffload.machine import measure_machine
 from actoffload.measure import describe_device, measure_link, measure_step_times
 from actoffload.schedule import Kind, LayerCost, Timeline
-from actoffload.schedule.costs import evenly
+from actoffload.schedule.costs import spread_evenly
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -146,7 +146,7 @@ def _costs(recordings: list[Timeline]) -> list[LayerCost]:
         backward = {span.layer: span.seconds for span in timeline.of(Kind.BACKWARD)}
         for span in timeline.of(Kind.FORWARD):
             rises = [now - was for (_, was), (at, now) in levels if span.start <= at <= span.end and now > was]
-            found.setdefault(span.layer, []).append(LayerCost(span.seconds, backward[span.layer], evenly(rises)))
+            found.setdefault(span.layer, []).append(LayerCost(span.seconds, backward[span.layer], spread_evenly(rises)))
     return [
         LayerCost(median(cost.forward for cost in costs), median(cost.backward for cost in costs), costs[0].saved)
         for _, costs in sorted(found.items())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision
-from actoffload.pipeline.planning import Measured, Settings, Tried
+from actoffload.pipeline.planning import RankCosts, RankTrial, Settings
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
@@ -52,7 +52,7 @@ EXAMPLES = [
     Room(None, Peak(5)),
     Room(7, Peak(5), Link(2.0, 3.0)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
-    Measured(
+    RankCosts(
         1,
         (Step(0, Computation.FORWARD, 0),),
         {0: ("a", "b")},
@@ -60,7 +60,7 @@ EXAMPLES = [
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),
-    Tried(0.1 + 0.2, None),
+    RankTrial(0.1 + 0.2, None),
 ]
 
 

@@ -5,6 +5,7 @@ from .keys import Attributes, describe
 from .policy import Policy, PolicyArgument, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
+from .remake import Remake
 from .trace import FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 
@@ -16,6 +17,7 @@ __all__ = [
     "Policy",
     "PolicyArgument",
     "Program",
+    "Remake",
     "Times",
     "Trace",
     "Tracer",

@@ -154,9 +154,7 @@ class Program:
     steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
     reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
     uses: Counter[int] = field(default_factory=Counter)  # by dropped value: its entries
-    expected: list[ExpectedTensor | None] = field(
-        default_factory=list
-    )  # by entry; None for weights, and if unknown
+    expected: list[ExpectedTensor | None] = field(default_factory=list)  # by entry; None for weights, and if unknown
     weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
     held: frozenset[int] = frozenset()  # see [Note: parts]
