@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, gradients, policies
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from actoffload import offload
 
 
 class Normed(nn.Module):
@@ -238,3 +241,14 @@ def test_functional_call(policy):
         return found
 
     check(Net, use, policy=policy)
+
+
+def test_a_group_is_kept_in_functional_call_and_the_plan_says_why():
+    """Other weights in each call would have it traced and proven in each."""
+    model = Net().to(helpers.PLACE)
+    handle = offload(model, layers="blocks.?", recompute=True, fraction=0.0, min_bytes=1)
+    others = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, others, (batch(0),)).square().sum().backward()
+    assert "Not recomputed, because they are called with other parameters" in str(handle.plan)
+    train(model, 1)
+    assert "Not recomputed" not in str(handle.plan)
