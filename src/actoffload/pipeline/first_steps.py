@@ -21,7 +21,7 @@ from typing import TypeAlias
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..model.tuning.metering import Stage
-from ..model.tuning.script import ways_of
+from ..model.tuning.script import TRACES, ways_of
 from ..planner import Variant
 from ..replay import saving
 from ..schedule.costs import Link
@@ -32,8 +32,6 @@ from ..tune.meter import StageMemory, StepMeter
 from .conductor import Conductor
 from .planning import Limits, PipelineRanks, Plans, RankCosts, RankTrial, agreed, keep_best, plans_of
 from .stages import RankStage, has_grown
-
-TRACES = 2  # steps in which groups are traced
 
 Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
 """Yields what the next step is for, with the plans to follow from it on if there are others, and returns the last."""

@@ -42,7 +42,7 @@ PATIENCE = 6  # passes that are run until one counts
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 LONGER = 0.05  # part of the simulated time by which a pass takes longer that is timed once more
 AT_ONCE = 1 << 30  # bytes of host memory that a pass with a plan pins while the device waits: 0.2 s
-TRACES = 2  # passes in which groups are traced
+TRACES = 2  # passes, or steps of a pipeline, in which groups are traced
 
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
 
