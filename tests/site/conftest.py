@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,9 +158,14 @@ def recorded(project: Project, built: tuple[Project, str]) -> Project:
 def tab():
     """A tab of a headless browser."""
     from browser import browser, find_browser
+    from selenium.common.exceptions import NoSuchDriverException
 
     path = find_browser()
     if path is None:
         pytest.skip("no Chromium or Chrome is installed (CHROME may name one)")
-    with browser(path) as opened:
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(browser(path))
+        except NoSuchDriverException:
+            pytest.skip(f"{path} has no driver, and none can be fetched: install chromedriver")
         yield opened
