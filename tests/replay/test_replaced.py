@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from actoffload.replay.keys import Attributes
+from actoffload.replay.tracer import Tracer
 
 STEPS = 6
 
@@ -262,3 +263,37 @@ def test_weights_that_were_replaced_are_freed():
         return gradients(model)
 
     check(lambda: Net(Scaled), use)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [lambda y: {"mean": y.mean()}, lambda y: {"rows": [y, y], "layer": 1}, lambda y: SimpleNamespace(mean=y, layer=1)],
+    ids=["dict", "with a number", "object"],
+)
+def test_calls_that_note_tensors_in_their_module_are_not_traced_each_time(note, monkeypatch):
+    """As a router keeps the load of its experts."""
+    traced = []
+    begin = Tracer.begin
+    monkeypatch.setattr(Tracer, "begin", lambda tracer: (traced.append(tracer), begin(tracer))[1])
+
+    class Noting(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted = {}
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.noted = note(y.detach())
+            return y
+
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            if k == 2:
+                traced.clear()
+            model(batch(k)).square().sum().backward()
+            found += gradients(model)
+        assert not traced
+        return found
+
+    check(lambda: Net(Noting), use)

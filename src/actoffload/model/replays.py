@@ -54,11 +54,7 @@ TIMED = 3  # groups that do the same whose operators are timed in a pass
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
 
-
-_FUNCTIONAL = {
-    inspect.unwrap(function).__code__
-    for function in (torch.func.functional_call, torch.nn.utils.stateless.functional_call)
-}
+_FUNCTIONAL = {inspect.unwrap(each.functional_call).__code__ for each in (torch.func, torch.nn.utils.stateless)}
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address
+from .trace import leaves
 
 _PLAIN = Number, Enum, str, bytes, range, slice, type(None), torch.dtype, torch.device
 _OFTEN = frozenset((int, float, bool, str, type(None), torch.dtype))  # those of most calls
@@ -43,9 +44,9 @@ class Attributes:
         inside, tables = list(map(vars, self._inside)), [table for inner in modules for table in registered(inner)]
         own = vars(module)
         values = [value for each in (own, *inside) for name, value in each.items() if name not in _INTERNAL]
-        settings = {id(found): found for value in values if (found := _settings_of(value)) is not None}
+        settings = {id(found): found for value in values if (found := _settings_in(value)) is not None}
         self._plain = _names(own, [*inside, *settings.values()], _is_plain)
-        self._objects = _names(own, inside, lambda value: _is_function(value) or _settings_of(value) is not None)
+        self._objects = _names(own, inside, lambda value: _is_function(value) or _settings_in(value) is not None)
         self._registered = _names({}, tables, lambda value: True)
         hooks = [each for inner in modules for each in (inner._forward_pre_hooks, inner._forward_hooks)]
         self._sized: list[Sized] = [*inside, *tables, *hooks]
@@ -129,6 +130,14 @@ def _settings_of(value: Any) -> dict[str, Any] | None:
     return vars(value) if holds_settings and hasattr(value, "__dict__") else None
 
 
+def _settings_in(attribute: Any) -> dict[str, Any] | None:
+    """Return the settings that an attribute holds; None if it has none, or tensors, as notes of a forward have."""
+    found = _settings_of(attribute)
+    if found is None or next(leaves(found), None) is not None:  # [guard: tensors that a forward notes]
+        return None
+    return found if any(map(_is_plain, found.values())) else None
+
+
 def _reference(value: Any, freed: Callable[[Any], object] | None = None) -> Any:
     """Return a weak reference to a value, or the value if there are none to its kind."""
     try:
@@ -178,8 +187,7 @@ def _describe_sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int],
     first: dict[int, tuple[int, int]] = {}
     found = []
     for number, tensor in enumerate(tensors):
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if not plain:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             found.append((-1, 0))
             continue
         offset = int(tensor.storage_offset()) * tensor.itemsize

@@ -204,10 +204,9 @@ class Remake:
             return
         for value, weight in self.program.weights:
             if value not in versions:
-                tensor = self.weights.get(value)
-                if tensor is None:
-                    tensor = self.weights[value] = self.weight(weight)
-                versions[value] = version_of(tensor)
+                if value not in self.weights:
+                    self.weights[value] = self.weight(weight)
+                versions[value] = version_of(self.weights[value])
 
     def weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""

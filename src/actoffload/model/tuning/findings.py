@@ -266,8 +266,7 @@ class Findings:
     def fits(self, elements: int, in_use: int = 0) -> bool:
         """Return whether a pass with the plan is within the limit, or takes no more than it did when it was planned.
 
-        Its inputs have so many `elements`; `in_use` bytes are allocated before it.  An optimizer allocates its states
-        in its first step, which may come after the first passes.
+        `elements` are those of its inputs, `in_use` the bytes allocated before it: an optimizer allocates states late.
         """
         if self.limit is None:
             return True
