@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from timed_device import RotaryModel, Temporary, Timed, TimedModel, offload, stages, step
-from torch import nn
+from torch import Tensor, nn
 
 from actoffload.device import ReferenceDevice
 from actoffload.model.tuning import script
 from actoffload.schedule import Link
 from actoffload.schedule.timeline import Kind
 from actoffload.tune.costs import HOST_SECONDS, layer_costs, measured_link
-from actoffload.tune.meter import PASS, Copy
+from actoffload.tune.meter import PASS, Copy, Span
 
 MIB = 2**20
 
@@ -62,11 +62,13 @@ def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) ->
 
 
 def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reasons():
-    forward, backward = [5.0, 6.0, 50.0, 70.0], [3.0, 2.0, 40.0, HOST_SECONDS]
-    host = {(Kind.FORWARD, k): of for k, of in enumerate(forward)}
-    host |= {(Kind.BACKWARD, k): of for k, of in enumerate(backward)}
+    seconds = {Kind.FORWARD: [5.0, 6.0, 50.0, 70.0], Kind.BACKWARD: [3.0, 2.0, 40.0, HOST_SECONDS]}
+    host = {kind: {k: Span(0.0, each) for k, each in enumerate(found)} for kind, found in seconds.items()}
     meter: Any = SimpleNamespace(
-        host_seconds=lambda: host, times=lambda: {PASS: {}}, around=lambda k: [None] * 4, allocated_before=0
+        host_spans=lambda kind, groups: host[kind],
+        times=lambda: {PASS: {}},
+        around=lambda k: [None] * 4,
+        allocated_before=0,
     )
     found = layer_costs(meter, [(1, 1)] * 4, [int, int, int, str], (), 0)
     assert [of.host_forward for of in found] == [5.0 - 2 * HOST_SECONDS] * 3 + [70.0 - 2 * HOST_SECONDS]
@@ -147,8 +149,15 @@ class SlowHost(Timed):
 
     def compute(self, seconds: float) -> None:
         self.host += 2 * seconds
-        ReferenceDevice.compute(self, max(self.host - self.main.now, 0.0))
+        self.wait_for_host()
         super().compute(seconds)
+
+    def wait_for_host(self) -> None:
+        ReferenceDevice.compute(self, max(self.host - self.main.now, 0.0))
+
+    def record(self, stream: Any) -> Any:
+        self.wait_for_host()
+        return super().record(stream)
 
     def occupy(self, seconds: float) -> None:
         ReferenceDevice.compute(self, seconds)
@@ -167,3 +176,45 @@ def test_a_host_that_is_slower_than_the_device_is_measured_beside_it(monkeypatch
     assert [layer.forward for layer in layers] == pytest.approx([0.01] * 8, rel=0.01)
     assert [layer.backward for layer in layers] == pytest.approx([0.02] * 8, rel=0.01)
     assert max(layer.gap_forward for layer in layers) < 0.001, "the time for which the device was kept busy"
+
+
+class Pause(torch.autograd.Function):
+    """Lets the host pause in forward and in backward, as one does that collects garbage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: SlowHost, in_forward: float, in_backward: float) -> Tensor:
+        ctx.device, ctx.seconds = device, in_backward
+        device.host += in_forward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.device.host += ctx.seconds
+        return grad, None, None, None
+
+
+@pytest.mark.parametrize("pauses", [(2.0, 0.0), (0.0, 2.0)])
+@pytest.mark.parametrize("at", [0, 5])
+def test_pauses_of_the_host_are_no_work_of_the_device(monkeypatch, at, pauses):
+    """A plan for a group that seemed to take as long as a pause would have copied far more than there is time for."""
+    device = SlowHost(1e10, 1e10, memory=20 * MIB)
+    model = TimedModel(device, forward=0.01, backward=0.02)
+    inner = model.blocks[at].forward
+    model.blocks[at].forward = lambda x: inner(Pause.apply(x, device, *pauses))
+    layers, _ = costs(monkeypatch, device, model)
+    assert [layer.forward for layer in layers] == pytest.approx([0.01] * 8, rel=0.25)
+    assert [layer.backward for layer in layers] == pytest.approx([0.02] * 8, rel=0.25)
+
+
+def test_a_group_for_which_the_device_takes_longer_is_no_pause(monkeypatch):
+    device = SlowHost(1e10, 1e10, memory=20 * MIB)
+    model = TimedModel(device, forward=0.01, backward=0.02)
+    inner = model.blocks[3].forward
+
+    def forward(x: Tensor) -> Tensor:
+        ReferenceDevice.compute(device, 0.03)
+        return inner(x)
+
+    model.blocks[3].forward = forward
+    layers, _ = costs(monkeypatch, device, model)
+    assert [layer.forward for layer in layers] == pytest.approx([0.01] * 3 + [0.04] + [0.01] * 4, rel=0.01)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from statistics import median_low
 
 from ..device.base import Backend, current_stream
 from ..schedule.costs import LayerCost, Link, Saved, spread_evenly
@@ -106,17 +107,21 @@ def layer_costs(
     -----
     A group that has no backward, because its weights and inputs need no gradients, takes no time in it.  A host that
     waits for the device is late for another reason than its work, so groups of one kind have the least of what they
-    took, without the time for the tensors that were offloaded.
+    took, without the time for the tensors that were offloaded.  A host that pauses lets the device wait inside of a
+    group: see `_without_pauses`.
     """
     times = meter.times()[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
-    host = dict[tuple[Kind, Hashable], float]()
-    for (kind, k), taken in meter.host_seconds().items():
-        host[kind, kinds[k]] = min(taken, host.get((kind, kinds[k]), taken))
     groups = range(len(sizes))
-    forwards = spans(times, Kind.FORWARD, groups, 0.0)
+    of_kind = dict[Hashable, list[int]]()
+    for k in groups:
+        of_kind.setdefault(kinds[k], []).append(k)
     turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
-    backwards = spans(times, Kind.BACKWARD, reversed(groups), turned)
+    runs = (Kind.FORWARD, groups, 0.0), (Kind.BACKWARD, groups[::-1], turned)
+    hosts = [meter.host_spans(kind, order) for kind, order, _ in runs]
+    forwards, backwards = (
+        _without_pauses(spans(times, *run), host, of_kind.values()) for run, host in zip(runs, hosts, strict=True)
+    )
     costs = []
     for k in groups:
         (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
@@ -125,7 +130,9 @@ def layer_costs(
         first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
         temporaries = (0 if border is None else border.temporary for border in borders)
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else spread_evenly(sizes[k])
-        host_forward, host_backward = (host.get((kind, kinds[k]), 0.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        host_forward, host_backward = (
+            min((host[each].seconds for each in of_kind[kinds[k]] if each in host), default=0.0) for host in hosts
+        )
         costs.append(
             LayerCost(
                 forward,
@@ -141,6 +148,27 @@ def layer_costs(
             )
         )
     return costs
+
+
+def _without_pauses(
+    device: Mapping[int, Span], host: Mapping[int, Span], alike: Iterable[Sequence[int]]
+) -> dict[int, Span]:
+    """Return the times of the device in groups and in the gaps before them, as if the host had not paused in them.
+
+    Collecting garbage takes the host 0.4 s where large libraries are loaded, and the device has nothing to do by then.
+    So what the host took longer than it usually does for groups that are `alike` is taken from the time of the device,
+    of which at least the usual is left.
+    """
+    found = {k: list(span) for k, span in device.items()}
+    for groups in alike:
+        known = [k for k in groups if k in host]
+        for part in range(len(Span._fields) if known else 0):
+            usual, usual_of_host = (median_low(each[k][part] for k in known) for each in (device, host))
+            for k in known:
+                taken, pause = device[k][part], max(host[k][part] - usual_of_host, 0.0)
+                # [guard: groups in which the host pauses]
+                found[k][part] = max(taken - pause, min(taken, usual))
+    return {k: Span(*parts) for k, parts in found.items()}
 
 
 def gradient_bytes(meter: Meter, groups: int) -> tuple[tuple[int, ...], ...]:

@@ -206,10 +206,11 @@ class Meter(TimelineRecorder):
             found.setdefault(step, {})[kind, layer, ends] = at - stalled(at)
         return found
 
-    def host_seconds(self) -> dict[tuple[Kind, int], float]:
-        """Return for how long the host queued the forward and the backward of each group, also while it waited."""
-        ended = {place: border.host for place, border in self.borders.items() if place[-1]}
-        return {(kind, k): host - self.borders[step, kind, k, False].host for (step, kind, k, _), host in ended.items()}
+    def host_spans(self, kind: Kind, groups: Iterable[int]) -> dict[int, Span]:
+        """Return for how long the host queued each group of a model, also while it waited, and what lies before it."""
+        at = {place[2:]: border.host for place, border in self.borders.items() if place[:2] == (PASS, kind)}
+        ran = [k for k in groups if (k, True) in at]
+        return spans({(kind, *place): host for place, host in at.items()}, kind, ran, at[ran[0], False]) if ran else {}
 
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
