@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -55,6 +56,22 @@ below_autograd: Any = find("_C._AutoDispatchBelowAutograd", torch.no_grad)
 
 no_autocast: Any = find("_C._DisableAutocast", nullcontext)
 """Context in which autocast is off, whatever the device."""
+
+
+def leaves(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
+    """Yield the objects of a class in nested lists, tuples, mappings and dataclasses, in order."""
+    if isinstance(tree, kind):
+        yield tree
+        return
+    parts: Any = ()
+    if isinstance(tree, Mapping):
+        parts = tree.values()
+    elif isinstance(tree, (list, tuple)):
+        parts = tree
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = (getattr(tree, each.name) for each in fields(tree))
+    for part in parts:
+        yield from leaves(part, kind)
 
 
 def has_own_dispatch(kind: type) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from .. import device as devices
 from .._torch.autograd import SavedTensorHooks
+from .._torch.tensors import leaves
 from .._warnings import warn
-from ..engine.eligibility import running, unwatch, watch
+from ..engine.eligibility import module_calls, running
 from ..engine.engine import Engine
 from ..engine.hooks import unpack
-from ..engine.layer import Layer, Phase, tensors_in
+from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..report.build import PassLog, Recording, build
@@ -89,7 +90,7 @@ class OffloadContext(ContextDecorator):
         hooks = SavedTensorHooks(current.packer(layer), unpack)
         try:
             cursor.current, cursor.layer, cursor.inside = current, layer, hooks
-            watch(layer.owned)
+            module_calls.watch(layer.owned)
             hooks.install()
             running.backends.append(self._engine.backend)
             current.aborted = False
@@ -119,7 +120,7 @@ class OffloadContext(ContextDecorator):
         if cursor.inside is not None and cursor.layer is not None:
             cursor.inside.remove()
             del running.backends[cursor.backends :]
-            unwatch(cursor.layer.owned)
+            module_calls.unwatch(cursor.layer.owned)
             cursor.inside = None
 
     def synchronize(self, output: T) -> T:
@@ -145,7 +146,7 @@ class OffloadContext(ContextDecorator):
                 f"The synchronization function was called twice for layer {layer.index}: call it once after each "
                 "layer, with all its outputs in a tuple if there are several."
             )
-        layer.watch(list(tensors_in(output)), current.backward_reached)
+        layer.watch(list(leaves(output)), current.backward_reached)
         return output
 
     # Passes

@@ -191,7 +191,9 @@ class Accelerator(Backend):
                 separator = self._separators.get(device.index)
                 if separator is None and not self.capturing():
                     separator = self._separators[device.index] = Separator(device)
-            copy_in_chunks(pairs, to_host=to_host, chunk=chunk_bytes(to_host=to_host), separator=separator)
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            chunk = (TO_HOST if to_host else TO_DEVICE) if several else ALONE
+            copy_in_chunks(pairs, to_host=to_host, chunk=chunk, separator=separator)
 
 
 # Copies in chunks
@@ -220,13 +222,6 @@ class Separator:
     def queue(self) -> None:
         """Queue a copy of four bytes to the device on the current stream."""
         self._device.copy_(self._host, True)  # without blocking
-
-
-def chunk_bytes(*, to_host: bool) -> int:
-    """Return the most bytes of a chunk of a copy to the host or to the device."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TO_HOST if to_host else TO_DEVICE
-    return ALONE
 
 
 def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

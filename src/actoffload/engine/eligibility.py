@@ -195,8 +195,8 @@ def _entered(module: Module, *more: Any) -> None:
         _running.layers[-1].enter(module)
 
 
-class ModuleCalls:
-    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while it has users.
+class _ModuleCalls:
+    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while some watch.
 
     The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
     """
@@ -207,10 +207,11 @@ class ModuleCalls:
         self._handles: list[Any] = []
         self._installed = False
 
-    def add_user(self, user: object) -> None:
-        """Call it from here on."""
+    def watch(self, owned: ModuleTensors) -> None:
+        """Note every module that runs in this thread, until `unwatch`."""
+        _running.layers.append(owned)
         with self._lock:
-            self._users.add(user)
+            self._users.add(owned)
             if self._installed:
                 return
             for handle in self._handles:
@@ -223,31 +224,20 @@ class ModuleCalls:
                 self._handles.append(register(_entered))
             self._installed = True
 
-    def remove_user(self, user: object) -> None:
-        """Call it no more if this was the last user; may be repeated after an interrupt."""
+    def unwatch(self, owned: ModuleTensors) -> None:
+        """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
+        if owned in _running.layers:
+            _running.layers.remove(owned)
+        owned.forget()
         with self._lock:
-            self._users.discard(user)
+            self._users.discard(owned)
             if not self._users:
                 self._installed = False
                 for handle in self._handles:
                     handle.remove()
 
 
-_calls = ModuleCalls()
-
-
-def watch(owned: ModuleTensors) -> None:
-    """Note every module that runs in this thread, until `unwatch`."""
-    _running.layers.append(owned)
-    _calls.add_user(owned)
-
-
-def unwatch(owned: ModuleTensors) -> None:
-    """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
-    if owned in _running.layers:
-        _running.layers.remove(owned)
-    owned.forget()
-    _calls.remove_user(owned)
+module_calls = _ModuleCalls()
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:

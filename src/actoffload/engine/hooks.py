@@ -380,7 +380,8 @@ class StorageRegistry:
             if note is not None:
                 storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
                 if note.whole:
-                    storage.add_whole()
+                    whole = View(torch.uint8, torch.Size((storage.nbytes,)), (1,), 0, False, False)
+                    storage.new = (*storage.new, whole)
             elif not layer.eager and not stays and is_written:
                 storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
             if layer.eager and layer.token is None:
@@ -429,10 +430,6 @@ class StorageRegistry:
         """Return what was saved on the storage at an address, if it is still saved."""
         ref = self.storages.get(address)
         return None if ref is None else ref()
-
-    def follows(self, address: int) -> bool:
-        """Return whether the storage at an address is saved, and its bytes are counted."""
-        return self.at(address) is not None or self.resident_at(address) is not None
 
     def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
         """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""

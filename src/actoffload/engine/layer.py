@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -215,21 +215,6 @@ class Layer:
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""
         return [storage for ref in self.storages if (storage := ref()) is not None]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name))
 
 
 # What is kept

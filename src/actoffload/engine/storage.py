@@ -261,10 +261,6 @@ class SavedStorage(HostCopy):
             return False
         return version == 0 or same_counter(first, tensor)  # [guard: other version counter of a copy -> True]
 
-    def add_whole(self) -> None:
-        """Copy the whole storage, whatever the saved views cover."""
-        self.new = (*self.new, View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
-
     # Offloading
 
     def copies(self, captured: bool, *, ended: bool) -> list[CopyOut] | None:

@@ -20,10 +20,11 @@ from .._torch.autograd import (
     saved_tensor_hooks_disabled,
 )
 from .._torch.modules import opaque, tracing
+from .._torch.tensors import leaves
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.hooks import Pack, Packer, unpack
-from ..engine.layer import Layer, tensors_in
+from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
@@ -129,7 +130,7 @@ class Tracker:
         thread.calls.append(call)
         if followed.role is GROUP:
             self._suspend_outer()  # [guard: outer group while an inner one runs]
-        self._resume(tensors_in((args, kwargs)))
+        self._resume(leaves((args, kwargs)))
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
     def _begin_forward(self, followed: FollowedModule, args: Any, kwargs: Any) -> bool:
@@ -181,7 +182,7 @@ class Tracker:
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
         if not alone:
-            current.take_inputs(tensors_in((args, kwargs)))
+            current.take_inputs(leaves((args, kwargs)))
         return True
 
     def _replay(self, call: Call, layer: Layer, args: Any, kwargs: Any) -> Callable[..., Any] | None:
@@ -336,7 +337,7 @@ class Tracker:
         current.forward_end(layer)
         layer.owned.forget()  # [guard: weights that a group refers to]
         if not self._thread.scoped or layer.index in current.roles.reached or self._engine.recorder is not None:
-            layer.watch(tensors_in(output), current.backward_reached)
+            layer.watch(leaves(output), current.backward_reached)
 
     def _end_forward(self, *, finished: bool) -> None:
         """Uninstall everything; each step may be repeated after an interrupt, and `hooks` is cleared last."""

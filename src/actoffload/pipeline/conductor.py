@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .._torch.tensors import address
+from .._torch.tensors import address, leaves
 from ..engine.engine import Engine
-from ..engine.layer import Phase, tensors_in
+from ..engine.layer import Phase
 from ..engine.passes import ModelPass
 from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
@@ -168,9 +168,10 @@ class Conductor:
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
         """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
-        storages = (tensor.untyped_storage() for tensor in tensors_in(outputs))
+        storages = (tensor.untyped_storage() for tensor in leaves(outputs))
         found = {address(storage): storage.nbytes() for storage in storages}
-        kept = sum(nbytes for key, nbytes in found.items() if not owner.registry.follows(key))
+        saved = owner.registry
+        kept = sum(n for key, n in found.items() if saved.at(key) is None and saved.resident_at(key) is None)
         self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
         self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from .._torch.tensors import leaves
 from .._warnings import warn
 from ..engine import eligibility
-from ..engine.layer import tensors_in
 from ..report.ranks import PipelineReport
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
@@ -83,7 +83,7 @@ class Runner:
     @contextmanager
     def computing(self, stage: Any, step: Step, inputs: Any = ()) -> Iterator[None]:
         """Follow one computation of a stage; its inputs are kept, because the caller holds them during the step."""
-        for tensor in tensors_in(inputs):
+        for tensor in leaves(inputs):
             eligibility.mark_kept(tensor)
         with self.conductor.computing(stage, step):
             yield

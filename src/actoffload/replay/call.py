@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from .._torch.modules import opaque
-from .._torch.tensors import address, is_freed, version_of
+from .._torch.tensors import address, is_freed, leaves, version_of
 from ..engine.hooks import Packer
 from ..engine.statistics import Reason
 from .policy import Policy, everything
 from .program import ExpectedTensor, Program
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
 from .remake import Remake, Slot
-from .trace import UNKNOWN, RngPosition, leaves
+from .trace import UNKNOWN, RngPosition
 from .tracer import Tracer
 
 

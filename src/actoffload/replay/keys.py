@@ -22,8 +22,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import is_compiled, registered
-from .._torch.tensors import address
-from .trace import leaves
+from .._torch.tensors import address, leaves
 
 _PLAIN = Number, Enum, str, bytes, range, slice, type(None), torch.dtype, torch.device
 _OFTEN = frozenset((int, float, bool, str, type(None), torch.dtype))  # those of most calls

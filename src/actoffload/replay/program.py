@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tensors import negative_view
+from .._torch.tensors import leaves, negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, leaves, with_twins
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, with_twins
 
 WHOLE = -1  # the part that is all of a call
 CHEAP = 4

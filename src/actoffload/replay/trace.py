@@ -145,15 +145,6 @@ class FunctionCall:
 _plain_setup = getattr(torch.autograd.Function, "setup_context", None)
 
 
-def leaves(tree: Any, kind: type = Tensor) -> Iterator[Any]:
-    """Yield the objects of a class in nested lists, tuples and mappings."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from leaves(part, kind)
-
-
 # Twins
 
 
@@ -210,12 +201,6 @@ def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
     return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
 
 
-def gpu_generator() -> Any:
-    """Return PyTorch's default generator of the current GPU; None without one, and while a graph is captured."""
-    own = default_generators()[1:]
-    return own[0] if own else None
-
-
 def default_generators() -> list[torch.Generator]:
     """Return PyTorch's default generators of the CPU and of the current GPU."""
     found: list[torch.Generator] = [torch.default_generator]
@@ -241,7 +226,7 @@ class RngPosition(NamedTuple):
     @staticmethod
     def read() -> RngPosition | None:
         """Return where the generator of the current GPU is; None if there is none, or its place cannot be read."""
-        generator = gpu_generator()
+        generator = next(iter(default_generators()[1:]), None)
         return None if generator is None else RngPosition(generator, generator.initial_seed(), generator.get_offset())
 
     def count_drawn(self) -> int:

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from ..._text import size
+from ..._torch.tensors import leaves
 from ..._warnings import warn
-from ...engine.layer import tensors_in
 from ...engine.passes import ModelPass
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, Roles, remap
@@ -143,7 +143,7 @@ class Tuner:
             self._close()
             self._number += 1
             self._look_for_failures()
-            tensors = list(tensors_in(inputs))
+            tensors = list(leaves(inputs))
             elements = sum(tensor.numel() for tensor in tensors)
             stage = self._stage_of_pass(elements, aside=aside)
             if aside:
@@ -165,7 +165,7 @@ class Tuner:
         """Time the pass until the end of its backward."""
         timed = self._timed
         if timed is not None and timed.thread == threading.get_ident():
-            timed.watch(tensors_in(output))
+            timed.watch(leaves(output))
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
