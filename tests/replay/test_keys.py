@@ -1,5 +1,6 @@
 """Calls that do something else have another program, or are traced each time: right bits, and no error."""
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from recomputing import WIDTH, Mlp, Net, batch, check, gradients, policies, train, ways
 from torch import Tensor, nn
 from whole_model import offload
+
+from actoffload.replay import Tracer
 
 MANY = 12
 
@@ -115,12 +118,43 @@ def test_flags_numbers_and_tensors_in_arguments(policy, fraction):
     check(lambda: Model(Arguments), each_step(change), policy=policy, fraction=fraction)
 
 
+def test_zero_with_a_sign_and_not_a_number_in_arguments(monkeypatch):
+    """Zeros are equal whatever their sign, and NaN is equal to nothing: it would be traced in each call."""
+    traced = []
+    begin = Tracer.begin
+    monkeypatch.setattr(Tracer, "begin", lambda tracer: (traced.append(tracer), begin(tracer))[1])
+
+    class Scaled(Mlp):
+        def forward(self, x, factor):
+            y = torch.sin(super().forward(x))
+            return (y if math.isnan(factor) else y * factor).sin()
+
+    class Model(Net):
+        factor = 0.0
+
+        def call(self, block, x):
+            return block(x, self.factor)
+
+    def change(model, k):
+        model.factor = (0.0, -0.0, float("nan"))[k % 3]
+        if k == 3:
+            traced.clear()
+
+    check(lambda: Model(Scaled), each_step(change))
+    assert not traced
+
+
 # Attributes
 
 
 def anneal(model, k):
     for block in model.blocks:
         block.scale = 1.0 - k / 20
+
+
+def turn_sign(model, k):
+    for block in model.blocks:
+        block.scale = 0.0 if k % 3 else -0.0
 
 
 def alternate(model, k):
@@ -163,7 +197,7 @@ def patch(model, k):
 
 
 @ways
-@pytest.mark.parametrize("change", [anneal, alternate, train_and_evaluate, freeze, hook, replace, patch])
+@pytest.mark.parametrize("change", [anneal, turn_sign, alternate, train_and_evaluate, freeze, hook, replace, patch])
 def test_attributes(change, policy, fraction):
     check(lambda: Net(Linear), each_step(change), policy=policy, fraction=fraction, freed=-1.0)
 

@@ -280,4 +280,4 @@ class FirstSteps:
 def _larger(way: Variant, factor: float) -> Variant:
     """Return a way to run a group that saves `factor` times as much."""
     again = None if way.read_again is None else math.ceil(way.read_again * factor)
-    return replace(way, cost=way.cost.with_bytes(factor), read_again=again)
+    return replace(way.map(lambda cost: cost.with_bytes(factor)), read_again=again)

@@ -25,7 +25,7 @@ from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address, leaves
 
 _PLAIN = Number, Enum, str, bytes, range, slice, type(None), torch.dtype, torch.device
-_OFTEN = frozenset((int, float, bool, str, type(None), torch.dtype))  # those of most calls
+_OFTEN = frozenset((int, bool, str, type(None), torch.dtype))  # those of most calls
 LARGEST = 1024  # elements of an array of NumPy that is compared
 _INTERNAL = frozenset(vars(Module())) - {"training"}
 
@@ -89,8 +89,8 @@ class Attributes:
         """Whether nothing has changed."""
         if self._freed:  # [guard: functions at the place of one that is freed]
             return False
-        same = all(map(is_, self._plain_values(), self._values)) or list(self._plain_values()) == self._values
-        return same and self._look() == self._now
+        now = list(self._plain_values())  # compared as text: 0.0 and -0.0 are equal, and so are 1 and True
+        return (all(map(is_, now, self._values)) or repr(now) == repr(self._values)) and self._look() == self._now
 
     def has_members_of(self, other: Attributes) -> bool:
         """Return whether it has the same modules, weights and buffers; otherwise it keeps those of others alive."""
@@ -165,8 +165,8 @@ def _describe(given: Any, tensors: list[torch.Tensor]) -> Any:
             bits = given.is_conj(), given.is_neg()
             return kind, given.size(), given.stride(), given.dtype, given.requires_grad, bits
         return kind, given.layout, given.dtype, given.requires_grad
-    if isinstance(given, _PLAIN):
-        return kind, (given.start, given.stop, given.step) if isinstance(given, slice) else given
+    if isinstance(given, _PLAIN):  # 0.0 and -0.0 are equal, and NaN is to nothing
+        return kind, repr(given) if isinstance(given, (Number, slice)) else given
     if isinstance(given, (list, tuple)):
         return kind, *[_describe(each, tensors) for each in given]
     if isinstance(given, Mapping):
