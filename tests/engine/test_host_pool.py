@@ -48,18 +48,16 @@ def whole(buffer: HostBuffer, nbytes: int) -> None:
     assert all(part.data_ptr() % 64 == 0 for part in buffer.parts)
 
 
-def test_slabs_that_are_added_ahead():
+def test_slabs_that_are_allocated_ahead():
     device = Counting(room=14 * MIB)
     pool = HostPool(device)
-    assert pool.add_slab(6 * MIB)
-    assert pool.add_slab(6 * MIB)
-    assert not pool.add_slab(6 * MIB)
+    pool.fill(6 * MIB)
     assert device.slabs == [4 * MIB, 2 * MIB]
     whole(pool.take(5 * MIB), 5 * MIB)
     assert pool.bytes_held == 6 * MIB
-    assert not pool.add_slab(6 * MIB + GRANULE - 1)
-    assert pool.add_slab(32 * MIB) is False, "the system has no more"
-    assert not HostPool(device, max_bytes=4 * MIB).add_slab(6 * MIB)
+    pool.fill(6 * MIB + GRANULE - 1)
+    pool.fill(32 * MIB)  # the system has no more
+    HostPool(device, max_bytes=4 * MIB).fill(6 * MIB)
     assert device.slabs == [4 * MIB, 2 * MIB]
 
 

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from whole_model import equal
 
 import actoffload
-from actoffload import device
-from actoffload.engine.engine import Engine
 from actoffload.report import Reason
 from actoffload.schedule import Action, Do, Event, Plan, When
 
@@ -60,22 +58,6 @@ WAYS: dict[str, Way] = {
     "recomputed": whole(recompute=True, num_layers=4),
     "recomputed but products": whole(recompute=PRODUCTS, num_layers=4),
 }
-
-
-def test_a_capture_behind_a_pass_beside_which_host_memory_is_pinned() -> None:
-    engine = Engine(Plan(1), device.backend())
-    engine.transfers(torch.device("cuda", torch.cuda.current_device()))
-    engine.pin(16 << 30)
-    engine.stop_pinning()
-    held, x = engine.statistics().host_bytes, torch.ones(8, device="cuda")
-    assert 0 < held < 16 << 30
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = 2 * x
-    graph.replay()
-    assert y.tolist() == [2.0] * 8
-    assert engine.statistics().host_bytes == held
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """The measured default in virtual time: which passes measure, what is chosen, what it costs, and what is said."""
 
 import logging
-import threading
-import time
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from whole_model import nothing_installed
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
-from actoffload.model.tuning import script
+from actoffload.engine.host_pool import GRANULE
 from actoffload.model.tuning.ranks import WINDOW
 from actoffload.schedule.plan import Plan
 
@@ -76,49 +74,22 @@ def test_a_plan_that_keeps_everything_says_what_its_pass_took():
     assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(seconds(model, device))
 
 
-def test_host_memory_is_pinned_beside_passes(monkeypatch):
-    """By no thread once a forward or a backward has ended: a program may capture a graph then."""
-    monkeypatch.setattr(script, "AT_ONCE", 4 * MIB)
+def test_the_host_memory_of_a_plan_is_pinned_before_its_first_pass():
     device, model = tight()
-    here, count, pinned, take = threading.current_thread(), threading.active_count(), [], device.empty_host
+    pinned, begun, take = [], [], device.empty_host
+    model.blocks[0].register_forward_pre_hook(lambda *_: begun.append(stage_of(handle)))
 
     def empty_host(nbytes: int) -> torch.Tensor:
-        if threading.current_thread() is not here:
-            time.sleep(0.05)  # longer than what is left of a forward or a backward
-        pinned.append((stage_of(handle), threading.current_thread() is here, nbytes))
+        pinned.append((len(begun), nbytes))
         return take(nbytes)
-
-    def ends_pinning() -> None:
-        y = model(torch.zeros(4, requires_grad=True))
-        assert threading.active_count() == count
-        y.sum().backward()
-        assert threading.active_count() == count
 
     device.empty_host = empty_host
     handle = offload(model, device, min_bytes=16)  # also the inputs of blocks, in the passes before
-    assert stages(handle, ends_pinning, 7) == [*FIRST, "PIN", "PLAN", "PLAN", "", ""]
-    ahead = [(stage, nbytes // MIB) for stage, itself, nbytes in pinned if not itself]
-    assert ahead == [("PIN", 16), ("PIN", 4)]
-    assert handle.plan.offloaded_bytes <= sum(nbytes for *_, nbytes in pinned) <= handle.plan.offloaded_bytes + 2 * MIB
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_host_memory_is_not_pinned_behind_a_forward_without_an_end(fails, monkeypatch):
-    """One that raises, or that is not followed, because the program forbids hooks."""
-    monkeypatch.setattr(script, "AT_ONCE", 0)
-    device, model = tight()
-    handle = offload(model, device, min_bytes=16)
-    assert stages(handle, lambda: step(model), 2) == FIRST
-    count, take = threading.active_count(), device.empty_host
-    device.empty_host = lambda nbytes: time.sleep(0.05) or take(nbytes)
-    if fails:
-        with model.blocks[3].register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
-            step(model)
-    else:
-        with torch.autograd.graph.disable_saved_tensors_hooks("no"), pytest.warns(UserWarning, match="forbids"):
-            model(torch.zeros(4, requires_grad=True))
-    assert stage_of(handle) == "PIN"
-    assert threading.active_count() == count
+    assert stages(handle, lambda: step(model), 6) == [*FIRST, "PLAN", "PLAN", "", ""]
+    passes = begun.index("PLAN")
+    assert [nbytes // MIB for before, nbytes in pinned if before == passes] == [16, 4, 2]
+    assert sum(nbytes for before, nbytes in pinned if before > passes) <= GRANULE  # what gaps of slabs leave unused
+    assert handle.plan.offloaded_bytes <= sum(nbytes for _, nbytes in pinned) <= handle.plan.offloaded_bytes + 2 * MIB
 
 
 @pytest.mark.parametrize("recompute", [False, "auto"])

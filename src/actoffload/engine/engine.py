@@ -95,14 +95,10 @@ class Engine:
         return None if more is None else held + max(more, 0)
 
     def pin(self, nbytes: int) -> None:
-        """Pin host memory in another thread until `nbytes` are held, or `stop_pinning`, if one device is used."""
-        if len(self._transfers) == 1:
-            next(iter(self._transfers.values())).pin(nbytes)
-
-    def stop_pinning(self) -> None:
-        """Pin nothing from here on."""
-        for transfers in list(self._transfers.values()):
-            transfers.stop_pinning()
+        """Take host memory until `nbytes` are held, if one device is used."""
+        with self.lock:
+            if len(self._transfers) == 1:
+                next(iter(self._transfers.values())).pool.fill(nbytes)
 
     def trim(self, keep: int = 0) -> int:
         """Free the host memory that no saved tensor uses, but for `keep` bytes a device; return the bytes freed."""
@@ -111,7 +107,6 @@ class Engine:
 
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""
-        self.stop_pinning()
         with self.lock:
             for transfers in self._transfers.values():
                 transfers.pool.close()

@@ -52,7 +52,6 @@ from ..device.base import Backend, StreamPosition, latest_positions
 ALIGN = 512
 GRANULE = 1 << 21
 LARGEST = 1 << 30
-AHEAD = 1 << 28  # bytes of a slab that is allocated ahead: 0.05 s
 
 # What an object gives back
 
@@ -306,18 +305,19 @@ class HostPool:
                 self.high_water = self.bytes_taken
             return buffer
 
-    def add_slab(self, limit: int) -> bool:
-        """Allocate a slab, up to `limit` bytes in all; return whether there may be another one.  From any thread."""
-        missing = limit - self.bytes_held
-        if missing < GRANULE or self._over_limit(missing):
-            return False
-        try:
-            slab = self._backend.empty_host(min(AHEAD, 1 << (missing.bit_length() - 1)))
-        except (RuntimeError, MemoryError):  # `take` tries once more, and says why
-            return False
+    def fill(self, nbytes: int) -> None:
+        """Allocate slabs until `nbytes` are held; fewer where the limit or the system forbids it.
+
+        At once that takes 0.14 s a GiB beside an H100, and 0.23 s where a forward takes what it needs.
+        """
         with self._lock:
-            self._insert(slab)
-        return True
+            self._mend()
+            missing = nbytes - self.bytes_held
+            while missing >= GRANULE and not (self.broken or self._over_limit(missing)):
+                self.broken = True
+                refused = self._grow([min(LARGEST, 1 << (missing.bit_length() - 1))])
+                self.broken = False
+                missing = 0 if refused else nbytes - self.bytes_held
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""

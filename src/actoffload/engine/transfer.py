@@ -24,10 +24,6 @@ own the memory of a saved tensor.  The pass has seen them, and they wait for wha
 capture mean nothing outside of it.  When the forward of a model ends, compute has waited for every copy out, and each
 copy in is waited for by its use.  So no wait crosses the border between the captures of forward and backward.  Waits
 for work from before the capture, which `torch.cuda.graph` has synchronized, are left out.
-
-`[Note: pinning]`  To pin the host memory of a plan takes longer than several passes: about 0.2 seconds a GiB beside an
-H100.  So a thread pins it while a forward or a backward runs, and at no other time: pinning in any thread breaks the
-capture of a graph (seen with torch 2.11), and a program begins no capture within a forward or a backward.
 """
 
 from __future__ import annotations
@@ -99,27 +95,6 @@ class Transfers:
         self.back: Stream = link.back
         self.recorder: TimelineRecorder | None = None
         self._orders = link.orders
-        self._pinning: tuple[threading.Thread, threading.Event] | None = None  # the event ends it
-
-    def pin(self, nbytes: int) -> None:
-        """Pin host memory in another thread until `nbytes` are held, or `stop_pinning`; see [Note: pinning]."""
-        if self._pinning is None:
-            stop = threading.Event()
-            self._pinning = threading.Thread(target=self._pin, args=(nbytes, stop)), stop
-            self._pinning[0].start()
-
-    def _pin(self, nbytes: int, stop: threading.Event) -> None:
-        # The current device is one of the thread, and a `torch.Stream` can be current in one thread only.
-        with self.backend.on(self.backend.new_stream(self.device)):
-            while self.pool.add_slab(nbytes) and not stop.is_set() and threading.main_thread().is_alive():
-                pass
-
-    def stop_pinning(self) -> None:
-        """End `pin`, and wait for the slab that is being pinned."""
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning[1].set()
-            pinning[0].join()  # [wait: slab that is being pinned]
 
     def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
         """Return a position at the present end of a stream; `captured` saves asking, where the caller knows."""

@@ -293,7 +293,6 @@ class Tracker:
             thread.calls.clear()
             thread.idle = False
             self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
-            self._engine.stop_pinning()  # [guard: pinning behind a forward]
             self._finish()
         if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return

@@ -28,7 +28,6 @@ class Stage(enum.Enum):
 
     FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
     LEAN = "everything is replayed and offloaded, measured by group"
-    PIN = "everything is replayed and offloaded, while the host memory of the plan is pinned"
     PLAN = "the plan, timed"
 
 
@@ -53,15 +52,11 @@ class Peak(NamedTuple):
 class TimedPass:
     """One pass of the model, which begins now: what it is for, how long it takes, and what it saves.
 
-    In `Stage.LEAN` it is measured by group.  With `memory` its peak is read, which takes longer.  Beside it a thread
-    pins host memory up to `pinned` bytes.
+    In `Stage.LEAN` it is measured by group.  With `memory` its peak is read, which takes longer.
     """
 
-    def __init__(
-        self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool, pinned: int
-    ) -> None:
+    def __init__(self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool) -> None:
         self.stage, self._memory = stage, memory
-        self._engine, self._pinned = state.engine, pinned
         self._backend, self._counters = backend, counters = state.engine.backend, state.engine.counters
         self.thread = threading.get_ident()  # that runs its forward
         self.elements, self.tokens = sum(tensor.numel() for tensor in inputs), count_tokens(inputs)
@@ -86,15 +81,12 @@ class TimedPass:
             self.meter = Meter(backend, counters, memory=True, modules=parts)
             state.engine.record(self.meter)
         self.operators = OperatorTimes(backend) if stage is Stage.FIRST else None  # of the groups that are recomputed
-        if pinned:
-            self._engine.pin(pinned)
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
         backend = self._backend
 
         def ended() -> None:
-            self._engine.stop_pinning()  # [guard: pinning behind a backward]
             if self.ended is None and not backend.capturing():
                 self.ended = backend.record_timed(current_stream(backend))
                 if self._memory:
@@ -102,8 +94,6 @@ class TimedPass:
 
         def reached(_: Any) -> None:
             after_backward(ended)
-            if self._pinned:
-                self._engine.pin(self._pinned)
 
         opaque(reached)
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:

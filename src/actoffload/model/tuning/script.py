@@ -9,10 +9,10 @@ way.  A compiled group has no operators to time: it runs again as a whole, and w
 where it is dropped.  If everything fits without, two more passes keep everything, to know its peak and its time; then
 nothing is installed.
 
-Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  While
-much host memory is pinned for it, passes run as the leanest one.  Its first pass pins what is left, and its second is
-timed.  One that takes longer than was simulated runs once more, because the host may have paused, and the faster of the
-two counts.  If one takes more memory than the limit, all plans are expected to take as much more.
+Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
+host memory is pinned before its first pass, which takes device memory; its second is timed.  A pass that takes longer
+than was simulated runs once more, because the host may have paused, and the faster of the two counts.  If one takes
+more memory than the limit, all plans are expected to take as much more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ FULL = 0.9  # part of the most elements of inputs so far, with which a pass coun
 PATIENCE = 6  # passes that are run until one counts
 HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 LONGER = 0.05  # part of the simulated time by which a pass takes longer that is timed once more
-AT_ONCE = 1 << 30  # bytes of host memory that a pass with a plan pins while the device waits: 0.2 s
 TRACES = 2  # passes, or steps of a pipeline, in which groups are traced
 
 Steps: TypeAlias = Generator[Stage, TimedPass, Plan]
@@ -205,11 +204,6 @@ class Script:
         found.plan, limit = plan, found.limit or inf
         if not whole:
             found.host_bytes = plan.offloaded_bytes * found.in_flight
-            statistics = self._state.engine.statistics
-            before, held = -1, statistics().host_bytes
-            while before < held < found.host_bytes - AT_ONCE:  # until the last pass has pinned no more
-                yield from self._pass(Stage.PIN)
-                before, held = held, statistics().host_bytes
             passes.append((yield from self._pass(Stage.PLAN)))
             found.host_bytes, refused = None, passes[0].refused > 0
         if refused:

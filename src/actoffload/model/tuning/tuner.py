@@ -153,11 +153,11 @@ class Tuner:
             planned = self.found.host_bytes  # what a plan takes that has not run
             if planned is not None and stage is Stage.PLAN:
                 self._engine.trim(keep=planned)
+                self._engine.pin(planned)
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
-            pinned = (planned or 0) if stage is Stage.PIN else 0
-            timed = TimedPass(stage, tensors, self._state, memory=memory, pinned=pinned)
+            timed = TimedPass(stage, tensors, self._state, memory=memory)
             self._timed = timed
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
