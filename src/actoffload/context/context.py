@@ -12,7 +12,7 @@ from .. import device as devices
 from .._torch.autograd import SavedTensorHooks
 from .._torch.tensors import leaves
 from .._warnings import warn
-from ..engine.eligibility import module_calls, running
+from ..engine.eligibility import running, unwatch, watch
 from ..engine.engine import Engine
 from ..engine.hooks import unpack
 from ..engine.layer import Layer, Phase
@@ -90,7 +90,7 @@ class OffloadContext(ContextDecorator):
         hooks = SavedTensorHooks(current.packer(layer), unpack)
         try:
             cursor.current, cursor.layer, cursor.inside = current, layer, hooks
-            module_calls.watch(layer.owned)
+            watch(layer.owned)
             hooks.install()
             running.backends.append(self._engine.backend)
             current.aborted = False
@@ -120,7 +120,7 @@ class OffloadContext(ContextDecorator):
         if cursor.inside is not None and cursor.layer is not None:
             cursor.inside.remove()
             del running.backends[cursor.backends :]
-            module_calls.unwatch(cursor.layer.owned)
+            unwatch(cursor.layer.owned)
             cursor.inside = None
 
     def synchronize(self, output: T) -> T:

@@ -195,8 +195,8 @@ def _entered(module: Module, *more: Any) -> None:
         _running.layers[-1].enter(module)
 
 
-class _ModuleCalls:
-    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while some watch.
+class ModuleCalls:
+    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while it has users.
 
     The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
     """
@@ -207,11 +207,10 @@ class _ModuleCalls:
         self._handles: list[Any] = []
         self._installed = False
 
-    def watch(self, owned: ModuleTensors) -> None:
-        """Note every module that runs in this thread, until `unwatch`."""
-        _running.layers.append(owned)
+    def add_user(self, user: object) -> None:
+        """Call it from here on."""
         with self._lock:
-            self._users.add(owned)
+            self._users.add(user)
             if self._installed:
                 return
             for handle in self._handles:
@@ -224,20 +223,31 @@ class _ModuleCalls:
                 self._handles.append(register(_entered))
             self._installed = True
 
-    def unwatch(self, owned: ModuleTensors) -> None:
-        """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
-        if owned in _running.layers:
-            _running.layers.remove(owned)
-        owned.forget()
+    def remove_user(self, user: object) -> None:
+        """Call it no more if this was the last user; may be repeated after an interrupt."""
         with self._lock:
-            self._users.discard(owned)
+            self._users.discard(user)
             if not self._users:
                 self._installed = False
                 for handle in self._handles:
                     handle.remove()
 
 
-module_calls = _ModuleCalls()
+_calls = ModuleCalls()
+
+
+def watch(owned: ModuleTensors) -> None:
+    """Note every module that runs in this thread, until `unwatch`."""
+    _running.layers.append(owned)
+    _calls.add_user(owned)
+
+
+def unwatch(owned: ModuleTensors) -> None:
+    """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
+    if owned in _running.layers:
+        _running.layers.remove(owned)
+    owned.forget()
+    _calls.remove_user(owned)
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:

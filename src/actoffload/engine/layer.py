@@ -173,10 +173,6 @@ class Layer:
             storage.release(self.index, position)
         self._copied_out.clear()
 
-    def place_of(self, storage: SavedStorage) -> int:
-        """Return the place of a storage in the order in which this layer saved its storages."""
-        return next((place for place, ref in enumerate(self.storages) if ref() is storage), -1)
-
     def reload(self, places: Container[int] | None = None) -> None:
         """Queue the reloads, last saved first, as backward needs them; at `places` in the order of saving, or all."""
         self.phase = Phase.RELOADING

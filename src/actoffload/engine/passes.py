@@ -173,7 +173,8 @@ class Pass:
                 first.on_demand += 1
                 first.bytes_reloaded += storage.bytes_copied
             if self.used is not None and index != OUTSIDE:
-                self.used.update((k, self.layers[k].place_of(storage)) for k in storage.layers if k != OUTSIDE)
+                layers = [(k, self.layers[k].storages) for k in storage.layers if k != OUTSIDE]
+                self.used.update((k, refs.index(storage.resources)) for k, refs in layers)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
@@ -192,7 +193,15 @@ class Pass:
                 for other in [other for other in self._backwards.values() if other.callback() is None]:
                     self._end_backward(other)  # an exception ended it
                 backward = self._begin_backward(task)
-            self._end_behind(backward, index)
+            # One that is freed has ended in an earlier call of a backward in parts.
+            for k in range(len(self.layers) - 1, index, -1):
+                layer = self.layers[k]
+                if k not in backward.ended and (k in backward.started or layer.freed):
+                    backward.ended.add(k)
+                    if not self._needed(k, backward):
+                        layer.evict()  # [guard: release at the end of a backward]
+                    self._finish(Kind.BACKWARD, k)
+                    self._event(When.BACKWARD_END, k)
             backward.started.add(index)
             self._reached.add(index)
             self._event(When.BACKWARD_START, index)
@@ -244,17 +253,6 @@ class Pass:
     def _needed(self, index: int, backward: _Backward) -> bool:
         """Whether another backward than this one runs and has not ended a layer."""
         return any(other is not backward and index not in other.ended for other in self._backwards.values())
-
-    def _end_behind(self, backward: _Backward, index: int) -> None:
-        """End the backward of every layer behind one; a freed one ended in an earlier call of a backward in parts."""
-        for k in range(len(self.layers) - 1, index, -1):
-            layer = self.layers[k]
-            if k not in backward.ended and (k in backward.started or layer.freed):
-                backward.ended.add(k)
-                if not self._needed(k, backward):
-                    layer.evict()  # [guard: release at the end of a backward]
-                self._finish(Kind.BACKWARD, k)
-                self._event(When.BACKWARD_END, k)
 
     # Events
 

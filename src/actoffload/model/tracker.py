@@ -129,7 +129,11 @@ class Tracker:
         call = Call(followed)
         thread.calls.append(call)
         if followed.role is GROUP:
-            self._suspend_outer()  # [guard: outer group while an inner one runs]
+            outer = next((each for each in reversed(thread.calls[:-1]) if each.followed.role is GROUP), None)
+            # [guard: outer group while an inner one runs] whose current part ends
+            if outer is not None and outer.layer is not None:
+                self._end_group(outer, ())
+                outer.part += 1
         self._resume(leaves((args, kwargs)))
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
@@ -209,15 +213,6 @@ class Tracker:
         if message not in self.warned:
             self.warned.append(message)
             warn(f"{message} This is reported once.")
-
-    def _suspend_outer(self) -> None:
-        """End the current part of an outer group, because an inner group begins."""
-        for call in reversed(self._thread.calls[:-1]):
-            if call.followed.role is GROUP:
-                if call.layer is not None:
-                    self._end_group(call, ())
-                    call.part += 1
-                return
 
     def _resume(self, inputs: Iterable[torch.Tensor] = ()) -> None:
         """Pack what is saved from here on for the innermost call, which begins with `inputs` or continues."""
