@@ -63,11 +63,6 @@ def test_default_groups(model, want):
     assert all(group.kind == (BLOCK if group.module in repeated else MODULE) for group in found)
 
 
-def test_a_single_module_has_no_groups():
-    with pytest.raises(ValueError, match="This Linear has no modules inside that could be offloaded"):
-        groups(nn.Linear(2, 2))
-
-
 def test_nothing_in_compiled_modules_is_followed_but_blocks():
     model = language_model()
     model.head = Parts(**{f"part{k}": nn.Linear(4, 4) for k in range(9)})

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, seconds, step
+from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, started, step
 
 import actoffload
 from actoffload.engine.statistics import Reason
@@ -18,22 +18,11 @@ from actoffload.schedule import Link
 MIB = 2**20
 
 
-def peak(model: TimedModel, device: Timed, elements: int = 4) -> int:
-    """Run a step and return its peak."""
-    device.created.peak, device.highest = device.created.now, 0
-    step(model, elements)
-    return max(device.created.peak, device.highest)
-
-
-def make(budget: int, link: float = 1e6, **options):
-    """Return a device, a model that takes 48 MiB without offloading, and its handle."""
-    device = Timed(link, link, memory=2**40)
-    model = TimedModel(device, 12)
-    return device, model, offload(model, device, memory_budget=budget, **options)
-
-
 class Case(NamedTuple):
-    """Passes that differ: the elements of the input and the MiB that are allocated beside it, by pass from 1 on."""
+    """Passes that differ: the elements of the input and the MiB that are allocated beside it, by pass from 1 on.
+
+    Without offloading the model takes 48 MiB for an input of four elements.
+    """
 
     budget: int  # MiB
     passes: int
@@ -91,12 +80,12 @@ CASES = dict(cases())
 @pytest.mark.parametrize("name", CASES)
 def test_no_pass_exceeds_the_budget(name):
     case, kept = CASES[name], None
-    device, model, handle = make(case.budget * MIB, case.link, recompute=case.recompute)
+    device, model, handle = started(case.link, memory_budget=case.budget * MIB, recompute=case.recompute)
     for n in range(1, case.passes + 1):
         if case.beside(n) != case.beside(n - 1) or n == 1:
             kept = None
             kept = device.count(torch.zeros(case.beside(n) * MIB // 4))
-        assert peak(model, device, case.elements(n)) <= case.budget * MIB
+        assert peaks(model, device, 1, case.elements(n))[0] <= case.budget * MIB
         if n == (case.final or case.passes):
             assert not handle.settling
             assert case.least * MIB < handle.plan.peak_bytes <= case.budget * MIB
@@ -115,20 +104,18 @@ def test_nothing_is_copied(options):
     """Groups are recomputed where the host has no memory; where that does not help either, a warning says so."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        device, model, handle = make(24 * MIB, **options)
-        for _ in range(10):
-            step(model)
-    found = [str(of.message) for of in found if of.category is UserWarning]
-    assert not handle.settling
+        device, model, handle = started(memory_budget=24 * MIB, **options)
+        settle(model, handle)
+    found = [str(each.message) for each in found if each.category is UserWarning]
     if options == {"max_host_bytes": 1}:
         assert handle.plan.recomputed
-        assert peak(model, device) <= handle.plan.peak_bytes <= 24 * MIB
+        assert peaks(model, device, 1)[0] <= handle.plan.peak_bytes <= 24 * MIB
         assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
         assert not found
         assert not any(plan.offloaded for plan in handle.frontier().plans)
     else:
         assert "memory_budget is 24.0 MiB, but the smallest peak that a plan reaches is 48.0 MiB" in found[-1]
-        assert peak(model, device) == handle.plan.peak_bytes == 48 * MIB
+        assert peaks(model, device, 1)[0] == handle.plan.peak_bytes == 48 * MIB
     assert not handle.plan.offloaded
 
 
@@ -203,11 +190,8 @@ def test_the_plan_recomputes_what_the_host_has_no_room_for(how, recompute):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = offload(model, device, memory_budget=BUDGET, max_host_bytes=limit, recompute=recompute)
-        for _ in range(10):
-            device.created.peak, device.highest = device.created.now, 0
-            step(model)
-            if recompute == "auto" and how != "refused":
-                assert device.peak() <= BUDGET, "in the first passes, too"
+        found = peaks(model, device, 10)
+        assert recompute is False or how == "refused" or max(found) <= BUDGET, "in the first passes, too"
         assert not handle.settling
     held, before = handle.statistics().host_bytes, refused(handle)
     taken = seconds(model, device)
@@ -228,15 +212,10 @@ def test_the_plan_recomputes_what_the_host_has_no_room_for(how, recompute):
 
 def test_nothing_is_copied_where_the_device_uses_the_memory_of_the_host():
     """As integrated GPUs do: what is offloaded there frees nothing."""
-    device = Timed(1e7, 1e7, memory=2**40)
+    device, model, handle = started(1e7, memory_budget=BUDGET)
     device.host_room = lambda: 0
-    model = TimedModel(device, 12)
-    handle = offload(model, device, memory_budget=BUDGET)
-    for _ in range(10):
-        device.created.peak, device.highest = device.created.now, 0
-        step(model)
+    assert peaks(model, device, 10)[-1] <= BUDGET
     assert handle.statistics().bytes_offloaded == 0
     assert handle.statistics().host_bytes == 0
     assert not handle.plan.offloaded
     assert handle.plan.recomputed
-    assert device.peak() <= BUDGET

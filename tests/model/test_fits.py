@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, seconds, step
+from timed_device import Timed, TimedModel, offload, seconds, settle, started, step
 from torch import nn
 
 import actoffload
@@ -15,13 +15,10 @@ MIB = 2**20
 
 def trained(elements: int = 4, memory: int = 2**40, link: float = 1e6, **options) -> tuple:
     """Return a device, a model and its handle, whose plan stands, and the largest peak of all passes."""
-    device = Timed(link, link, memory=memory)
-    model = TimedModel(device, 12)
-    handle = offload(model, device, **options)
-    device.created.peak = device.created.now
-    for _ in range(8):
-        step(model, elements)
-    assert not handle.settling
+    device, model, handle = started(link, memory=memory, **options)
+    device.forget_peak()
+    settle(model, handle, elements)
+    step(model, elements)
     return device, model, handle, device.peak()
 
 
@@ -46,7 +43,7 @@ def test_the_largest_inputs_train_within_the_limit_in_the_time_that_was_predicte
     assert "do not fit" in str(more)
     device, model, handle, peak = trained(fit.tokens, link=link, memory_budget=limit)
     assert peak <= limit, "in all passes"
-    device.highest, device.created.peak = 0, device.created.now
+    device.forget_peak()
     assert seconds(model, device, fit.tokens) == pytest.approx(fit.seconds, rel=0.05)
     assert device.peak() <= limit
     handle.remove()
@@ -93,14 +90,11 @@ def test_gradients_do_not_grow_with_the_inputs():
 
 
 def test_sparse_gradients_are_not_counted():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 4)
+    _device, model, handle = started(count=4, memory_budget=12 * MIB)
     for block in model.blocks:
         block.table = nn.Embedding(4, 4, sparse=True)
         block.register_forward_hook(lambda block, args, y: y + block.table(torch.zeros(1, dtype=torch.long)).sum())
-    handle = offload(model, device, memory_budget=12 * MIB)
-    for _ in range(8):
-        step(model)
+    settle(model, handle)
     assert model.blocks[0].table.weight.grad.is_sparse
     assert handle.fits().fits
 
@@ -128,9 +122,7 @@ def test_tokens_are_the_largest_input_of_whole_numbers():
 
 
 def test_what_is_not_known_is_said():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 6)
-    handle = offload(model, device)
+    device, model, handle = started(count=6)
     with pytest.raises(RuntimeError, match="not known yet"):
         handle.fits()
     handle.remove()
@@ -142,8 +134,7 @@ def test_what_is_not_known_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = offload(model, device)
-        for _ in range(6):
-            step(model)
+        settle(model, handle)
     with pytest.raises(RuntimeError, match="pass memory="):
         handle.fits()
     assert handle.fits(memory="1GiB").fits
@@ -159,9 +150,7 @@ def test_wrong_arguments(arguments, error):
 
 
 def test_several_forwards_before_a_backward():
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 6)
-    handle = offload(model, device, memory_budget=60 * MIB)
+    _device, model, handle = started(count=6, memory_budget=60 * MIB)
     earlier = model(torch.zeros(4, requires_grad=True))
     for _ in range(12):
         later = model(torch.zeros(4, requires_grad=True))

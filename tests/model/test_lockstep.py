@@ -264,27 +264,25 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("passes", [0, 2])
-def test_the_deciding_rank_stops(program, passes):
-    for _ in range(2):
-        program.add(**LIMITED)
-    program.ranks[0].passes = passes
-    (warning,) = program.run(10, together=False)
-    where = "in the first forward" if not passes else f"in pass {passes + 1} of the model"
-    assert f"Rank 1 waited 0 s for rank 0 {where}. So this rank decides alone" in warning
-    assert program.ranks[1].handle.plan.offloaded
-    assert program.ranks[1].stages[-1] == ""
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("passes", [0, 1])
-def test_another_rank_stops(program, passes):
+@pytest.mark.parametrize("passes", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 2], ids=["the deciding rank", "another rank"])
+def test_a_rank_stops(program, number, passes):
     for _ in range(3):
         program.add(**LIMITED)
-    program.ranks[2].passes = passes
-    (warning,) = program.run(6, together=False)
-    assert warning.startswith("Rank 0 waited 0 s for rank 2")
-    assert [rank.stages for rank in program.ranks[:2]] == [[*ALL, *[""] * 2]] * 2
+    program.ranks[number].passes = passes
+    said = program.run(10, together=False)
+    first, second = (rank for rank in program.ranks if rank.number != number)
+    if number:
+        (warning,) = said
+        assert warning.startswith("Rank 0 waited 0 s for rank 2")
+        assert first.stages == second.stages == [*ALL, *[""] * 6]
+        return
+    where = f"in pass {passes + 1} of the model" if passes else "in the first forward"
+    for rank in (first, second):
+        because = f"Rank {rank.number} waited 0 s for rank 0 {where}. So this rank decides alone"
+        assert len([warning for warning in said if because in warning]) == 1
+        assert rank.handle.plan.offloaded
+        assert rank.stages[-1] == ""
 
 
 def ended(rank: Rank) -> None:
@@ -292,25 +290,17 @@ def ended(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_offloading_ends_in_the_deciding_rank_only(program, at):
-    for _ in range(2):
-        program.add(**LIMITED)
-    program.ranks[0].before[at] = ended
-    found = program.run(at + 6)
-    assert len(found) == (at < 4)
-    assert all(each.startswith("Offloading has ended on rank 0. So this rank decides alone") for each in found)
-    assert program.ranks[1].handle.plan.offloaded
-    assert max(rank.seconds for rank in program.ranks) < 20
-
-
-@pytest.mark.parametrize("at", [1, 3, 6])
-def test_offloading_ends_in_another_rank_only(program, at):
+@pytest.mark.parametrize("number", [0, 1], ids=["the deciding rank", "another rank"])
+def test_offloading_ends_in_one_rank_only(program, number, at):
     for _ in range(3):
         program.add(**LIMITED)
-    program.ranks[1].before[at] = ended
-    assert program.run(at + 6) == []
-    assert program.ranks[0].stages == program.ranks[2].stages
-    assert program.ranks[0].stages[:4] == ALL
+    program.ranks[number].before[at] = ended
+    found = program.run(at + 6)
+    assert len(found) == (2 if number == 0 and at < 4 else 0)
+    assert all(each.startswith("Offloading has ended on rank 0. So this rank decides alone") for each in found)
+    others = [rank for rank in program.ranks if rank.number != number]
+    assert all(rank.handle.plan.offloaded for rank in others)
+    assert number == 0 or others[0].stages == others[1].stages == [*ALL, *[""] * (at + 2)]
     assert max(rank.seconds for rank in program.ranks) < 20
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from timed_device import RotaryModel, Timed, TimedModel, offload, seconds, step
+from timed_device import RotaryModel, Timed, TimedModel, offload, peaks, seconds, settle, started, step
 from torch import nn
 
 import actoffload
@@ -13,16 +13,6 @@ from actoffload._arguments import budget_bytes
 from actoffload.model.tuning.metering import Stage
 
 KIB, MIB = 2**10, 2**20
-
-
-def peaks(model: TimedModel, device: Timed, passes: int) -> list[int]:
-    """Return the peak of each of some passes."""
-    found = []
-    for _ in range(passes):
-        device.created.peak, device.highest = device.created.now, 0
-        step(model)
-        found.append(max(device.created.peak, device.highest))
-    return found
 
 
 def budgets(link: float) -> tuple[int, list[int]]:
@@ -60,9 +50,7 @@ def test_a_pause_of_the_host_in_one_pass_does_not_change_the_plan(paused):
     """Two passes are timed where one takes longer than was simulated."""
 
     def plan(paused: int) -> str:
-        device = Timed(1e6, 1e6, memory=2**40)
-        model = TimedModel(device, 12)
-        handle = offload(model, device, memory_budget=12 * MIB)
+        device, model, handle = started(memory_budget=12 * MIB)
         for number in range(9):
             device.slow = lambda number=number: 3.0 if number == paused else 1.0
             step(model)
@@ -77,9 +65,7 @@ def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
     without, limits = budgets(link)
     times = []
     for limit in limits:
-        device = Timed(link, link, memory=2**40)
-        model = TimedModel(device, 12)
-        handle = offload(model, device, memory_budget=limit)
+        device, model, handle = started(link, memory_budget=limit)
         assert max(peaks(model, device, 8)) <= limit, "in the first passes, too"
         assert not handle.settling
         times.append(seconds(model, device))
@@ -92,9 +78,7 @@ def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
 
 def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_too():
     """A pass that is measured by group waits for copies; what else it does then takes time from compute later."""
-    device = Timed(3e5, 3e5, memory=2**40)
-    model = TimedModel(device, 6)
-    handle = offload(model, device, memory_budget=10 * MIB)
+    device, model, handle = started(3e5, 6, memory_budget=10 * MIB)
     for n in range(8):
         device.slow = lambda n=n: 1.0 if n < 2 else 1.1
         step(model)
@@ -183,9 +167,7 @@ def test_where_no_plan_takes_as_little_as_was_predicted_the_smallest_is_kept():
 
 @pytest.mark.parametrize("memory", [20 * MIB, 2**40])
 def test_a_budget_that_no_plan_reaches(memory):
-    device = Timed(1e6, 1e6, memory=memory)
-    model = TimedModel(device)
-    handle = offload(model, device, memory_budget="1MiB")
+    device, model, handle = started(count=8, memory=memory, memory_budget="1MiB")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(12):
@@ -200,12 +182,9 @@ def test_a_budget_that_no_plan_reaches(memory):
 
 
 def test_a_fraction_of_the_device():
-    device = Timed(1e6, 1e6, memory=64 * MIB)
-    model = TimedModel(device)
+    device, model, handle = started(count=8, memory=64 * MIB, memory_budget=0.25)
     device.memory_limit = lambda: 32 * MIB  # a fraction is not of what the process may use
-    handle = offload(model, device, memory_budget=0.25)
-    for _ in range(8):
-        step(model)
+    settle(model, handle)
     assert 8 * MIB < handle.plan.peak_bytes <= 16 * MIB
 
 
@@ -257,8 +236,7 @@ def test_the_frontier_of_a_measured_model():
     handle = offload(model, device, memory_budget=16 * MIB)
     with pytest.raises(RuntimeError, match=r"not known yet: run steps until handle\.settling is False"):
         handle.frontier()
-    for _ in range(8):
-        step(model)
+    settle(model, handle)
     found = handle.frontier()
     assert found.present is handle.plan or found.present == handle.plan
     of_peak, times = [plan.peak_bytes for plan in found.plans], [plan.seconds for plan in found.plans]

@@ -13,7 +13,6 @@ from whole_model import (
     WIDTH,
     Attention,
     Transformer,
-    Wave,
     Waves,
     agrees,
 )
@@ -22,20 +21,6 @@ import actoffload
 from actoffload import HostMemoryWarning
 from actoffload.report import Reason
 from actoffload.schedule import Do
-
-# One call
-
-
-def test_one_call():
-    handle, statistics = agrees(Waves(6), steps=1)
-    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
-    assert statistics.passes == 1
-    assert (statistics.tensors_saved, statistics.bytes_saved) == (12, 12 * UNIT)
-    assert (statistics.tensors_offloaded, statistics.bytes_offloaded) == (8, 8 * UNIT)
-    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand) == (8, 0)
-    assert statistics.bytes_reloaded == 8 * UNIT
-    # Two groups are kept, and each offloaded one leaves before the second behind it starts.
-    assert statistics.peak_resident_bytes == 2 * Wave.SAVES * UNIT
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from helpers import nothing_held
 from torch import nn
 from whole_model import (
     UNIT,
-    Repeated,
     Transformer,
     Waves,
     data,
@@ -60,28 +59,6 @@ def test_print_of_a_removed_or_paused_handle_and_of_one_that_offloads_nothing():
     assert str(offload(Waves(6), num_layers=0)) == (
         "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
-
-
-def test_a_long_list_has_the_number_of_missing_names():
-    model = Transformer(7)
-    handle = offload(model, keep=[norm for block in model.blocks for norm in (block.norm1, block.norm2)])
-    (kept,) = [line for line in str(handle).splitlines() if "keep:" in line]
-    assert (
-        kept
-        == "  keep: blocks.0.norm1, blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, blocks.2.norm1, blocks.2.norm2 "
-        "and 8 more"
-    )
-
-
-def test_a_module_that_runs_several_times_is_named_once():
-    model = Repeated()
-    handle = offload(model, layers="layer")
-    model(data()).sum().backward()
-    assert str(handle).splitlines()[1:4] == [
-        "  layer: 5 of 7 offloaded",
-        "    offloaded  layer",
-        "    kept       layer",
-    ]
 
 
 # Pausing and removing

@@ -157,6 +157,7 @@ def test_early_exit_reloads_ahead_what_had_left():
     assert statistics.bytes_offloaded == 6 * SAVES
     assert statistics.reloaded_on_demand == 0
     assert statistics.bytes_reloaded == 4 * SAVES
+    assert [(group.name, group.calls) for group in handle.report().groups] == [(f"blocks.{k}", k < 6) for k in range(8)]
 
 
 # Called more than once

@@ -128,6 +128,7 @@ def test_a_layer_that_is_called_often_is_one_line():
     assert (group.calls, group.calls_offloaded, group.storages, group.bytes_saved) == (6, 4, 12, 12 * UNIT)
     # Each call counts, as in the handle and in the plan.
     assert "4 of 6 groups" in str(handle)
+    assert "    offloaded  layer\n    kept       layer\n" in str(handle)
     assert str(report).count(" 4 of 6 ") == 3, "of the group, in total and in the advice"
     assert (group.bytes_offloaded, group.bytes_reloaded, group.bytes_not_freed) == (8 * UNIT, 8 * UNIT, 0)
     assert report.r == 1.0
@@ -148,25 +149,6 @@ def test_what_a_kept_group_saved_before_is_not_copied_in_vain():
     assert statistics.bytes_offloaded == 3 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == 3 * UNIT
     assert [group.kept.get(Reason.SHARED) for group in handle.report().groups][:3] == [(1, UNIT), None, (2, 2 * UNIT)]
-
-
-def test_groups_that_did_not_run_are_named():
-    class Early(Inside):
-        exit: int | None = None
-
-        def forward(self, x):
-            x = x * 1.0
-            for block in self.blocks[: self.exit]:
-                x = block(x)
-            return x
-
-    model = Early(8)
-    handle, _ = reported(model)
-    model.exit = 5
-    step(model)
-    report = handle.report()
-    assert [group.calls for group in report.groups] == [1] * 5 + [0] * 3
-    assert [group.name for group in report.groups][5:] == ["blocks.5", "blocks.6", "blocks.7"]
 
 
 def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):

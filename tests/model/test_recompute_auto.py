@@ -4,8 +4,7 @@ import re
 
 import pytest
 import torch
-from test_memory_budget import peaks
-from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
+from timed_device import TimedModel, Work, peaks, seconds, settle, stages, started, step
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -15,18 +14,12 @@ from actoffload.schedule import Action, Do, Event, Plan, When
 MIB = 2**20
 
 
-def make(link: float, budget: int | None, count: int = 12, **more):
-    device = Timed(link, link, memory=2**40)
-    model = TimedModel(device, count)
-    return device, model, offload(model, device, memory_budget=budget, **more)
-
-
 @pytest.mark.parametrize("budget", [12 * MIB + 2**16, 30 * MIB])
 @pytest.mark.parametrize("link", [3e5, 1e6])
 def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(link, budget):
     times = {}
     for recompute in (False, "auto"):
-        device, model, handle = make(link, budget, recompute=recompute)
+        device, model, handle = started(link, memory_budget=budget, recompute=recompute)
         assert max(peaks(model, device, 8)) <= budget, "in the first passes, too"
         times[recompute] = seconds(model, device)
         assert handle.plan.seconds == pytest.approx(times[recompute], rel=0.01)
@@ -37,7 +30,7 @@ def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(li
 
 
 def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_faster_is_kept():
-    device, model, handle = make(1e5, 12 * MIB)
+    device, model, handle = started(1e5, memory_budget=12 * MIB)
     planned = False
     device.slow = lambda: 1.5 if planned else 1.0
     seen = []
@@ -55,7 +48,7 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
 
 
 def test_a_plan_says_what_recomputing_every_group_takes():
-    _device, model, handle = make(1e5, 12 * MIB)
+    _device, model, handle = started(1e5, memory_budget=12 * MIB)
     for _ in range(9):
         step(model)
     assert handle.plan.seconds < 48.0
@@ -71,7 +64,7 @@ def test_a_plan_says_what_recomputing_every_group_takes():
     ids=["true", "operators", "function"],
 )
 def test_a_policy_of_the_program_is_followed_with_and_without_a_budget(recompute, budget):
-    device, model, handle = make(3e5, budget, recompute=recompute)
+    device, model, handle = started(3e5, memory_budget=budget, recompute=recompute)
     found = peaks(model, device, 8)
     assert not handle.settling
     assert handle.plan.recomputed == tuple(range(12))
@@ -86,12 +79,8 @@ class Stemmed(TimedModel):
 
 
 def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloading():
-    device = Timed(3e5, 3e5, memory=2**40)
-    model = Stemmed(device, 6)
-    assert seconds(model, device) == pytest.approx(30)
-    handle = offload(model, device, memory_budget=10 * MIB)
-    for _ in range(8):
-        step(model)
+    device, model, handle = started(3e5, 6, kind=Stemmed, memory_budget=10 * MIB)
+    settle(model, handle)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     assert handle.plan.baseline_seconds == pytest.approx(30, rel=0.01)
     assert handle.frontier().plans[-1].seconds == pytest.approx(30, rel=0.01)
@@ -99,10 +88,8 @@ def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloadi
 
 @pytest.mark.parametrize("layers", ["blocks", None])
 def test_new_host_memory_does_not_count_as_compute(layers):
-    device = Timed(3e5, 3e5, memory=2**40)
+    device, model, handle = started(3e5, memory_budget=20 * MIB, layers=layers)
     device.pinning = 1e-5
-    model = TimedModel(device, 12)
-    handle = offload(model, device, memory_budget=20 * MIB, layers=layers)
     for _ in range(13):
         step(model)
     assert handle.plan.recomputed
@@ -113,14 +100,14 @@ def test_new_host_memory_does_not_count_as_compute(layers):
 @pytest.mark.parametrize("budget", [None, 24 * MIB])
 def test_the_next_choice_of_the_report_is_true(budget):
     """What it says is done: a smaller peak, at no more than the cost that was given."""
-    device, model, handle = make(6e5, budget)
+    device, model, handle = started(6e5, memory_budget=budget)
     for _ in range(14):
         step(model)
     choice = handle.report().next_choice
     cost, given = re.fullmatch(r'A peak .* at most (.*) x the time .*: memory_budget="(.*)"\.', choice).groups()
     before = handle.plan.peak_bytes
     handle.remove()
-    device, other, handle = make(6e5, given)
+    device, other, handle = started(6e5, memory_budget=given)
     assert max(peaks(other, device, 14)) <= 0.9 * before + MIB
     assert seconds(other, device) <= 36 * float(cost) * 1.01
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_memory_budget import peaks
-from timed_device import Timed, offload, seconds, stages, step
+from timed_device import Timed, offload, peaks, seconds, stages, step
 from torch import nn
 
 import actoffload

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from timed_device import Temporary, Timed, TimedBlock, TimedModel, offload, small, stage_of, stages, step
+from timed_device import Temporary, Timed, TimedBlock, TimedModel, offload, small, stage_of, stages, started, step
 from torch import Tensor, nn
 
 import actoffload
@@ -19,9 +19,7 @@ BLOCK = 4 * MIB
 
 def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel, **more):
     """Return a model and its handle, after some steps with the plan that was measured."""
-    device = Timed(link, link, memory=2**40)
-    model = kind(device, 12)
-    handle = offload(model, device, memory_budget=budget, **more)
+    _device, model, handle = started(link, kind=kind, memory_budget=budget, **more)
     for _ in range(18):
         step(model)
     assert not handle.settling
@@ -101,9 +99,7 @@ def test_the_report_has_what_the_plan_is_expected_to_cost():
 
 def test_groups_that_are_recomputed_in_any_case():
     """Only the first call of the first one is not; how many bytes the others would save is not known."""
-    device = Timed(1e9, 1e9, memory=2**40)
-    model = TimedModel(device, 6)
-    handle = offload(model, device, recompute=True)
+    _device, model, handle = started(1e9, 6, recompute=True)
     for _ in range(14):
         step(model)
     report = handle.report()

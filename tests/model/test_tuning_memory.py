@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed_device import Timed, TimedModel, offload, seconds, small, stage_of, stages, step
+from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, small, stage_of, stages, started, step
 
 from actoffload.model.tuning.ranks import WINDOW
 
@@ -17,16 +17,14 @@ BLOCK = 4 * MIB
 REPLAY = ["auto", False]
 
 
-def limited(mebibytes: float, link: float = 1e7, count: int = 12, **more) -> tuple[Timed, TimedModel]:
-    device = Timed(link, link, memory=round(mebibytes * MIB))
-    return device, TimedModel(device, count, **more)
+def limited(mebibytes: float, link: float = 1e7, count: int = 12, **options) -> tuple:
+    return started(link, count, round(mebibytes * MIB), **options)
 
 
 @cache
 def leanest(layers: str | None = "blocks", recompute: str | bool = False) -> int:
     """Return the peak of the plan that offloads everything, which the first passes need."""
-    device, model = limited(2**20)
-    offload(model, device, layers=layers, recompute=recompute)
+    device, model, _handle = limited(2**20, layers=layers, recompute=recompute)
     for _ in range(2):
         step(model)
     return device.created.peak
@@ -34,8 +32,7 @@ def leanest(layers: str | None = "blocks", recompute: str | bool = False) -> int
 
 @pytest.mark.parametrize("recompute", REPLAY)
 def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
-    device, model = limited(2**20)
-    offload(model, device, fraction=1.0, recompute=bool(recompute))
+    device, model, _handle = limited(2**20, fraction=1.0, recompute=bool(recompute))
     for _ in range(3):
         step(model)
     assert leanest("blocks", recompute) <= device.created.peak + MIB
@@ -45,8 +42,7 @@ def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
 @settings(max_examples=8)
 @given(st.integers(10, 60), st.sampled_from([5e5, 2e6, 4e6, 1e7]), st.sampled_from(REPLAY))
 def test_no_pass_exceeds_the_memory(mebibytes, link, recompute):
-    device, model = limited(max(mebibytes, leanest() / MIB * 1.25), link)
-    handle = offload(model, device, recompute=recompute)
+    device, model, handle = limited(max(mebibytes, leanest() / MIB * 1.25), link, recompute=recompute)
     times = [seconds(model, device) for _ in range(8)]
     assert not handle.settling
     assert device.peak() <= device.memory
@@ -57,10 +53,9 @@ def test_no_pass_exceeds_the_memory(mebibytes, link, recompute):
 
 def test_cached_memory_is_released_before_other_sizes_are_allocated():
     """In the first pass with a plan."""
-    device, model = limited(20, 1e5)
+    device, model, handle = limited(20, 1e5)
     released, found = [], []
     device.release_device = lambda: released.append(len(found))
-    handle = offload(model, device)
     for _ in range(8):
         step(model)
         found.append(stage_of(handle))
@@ -75,10 +70,8 @@ def test_cached_memory_is_released_before_other_sizes_are_allocated():
 @pytest.mark.parametrize("recompute", REPLAY)
 def test_larger_inputs_are_run_by_the_leanest_plan(memory, recompute):
     """Inputs twice as large: without offloading they need 96 MiB."""
-    device, model = limited(memory, 1e6)
-    handle = offload(model, device, recompute=recompute)
-    for _ in range(8):
-        step(model)
+    device, model, handle = limited(memory, 1e6, recompute=recompute)
+    settle(model, handle)
     plan, few = handle.plan, seconds(model, device)
     assert plan.peak_bytes <= 48.1 * MIB
     for elements in (8, 4, 8):
@@ -89,8 +82,7 @@ def test_larger_inputs_are_run_by_the_leanest_plan(memory, recompute):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 4, 8, 4, 8), (1, 8), (8, 8, 1, 1, 8)], ids=str)
 def test_smaller_inputs_first(sizes):
-    device, model = limited(60, 1e6)
-    handle = offload(model, device)
+    device, model, handle = limited(60, 1e6)
     for elements in (*sizes, *[8] * 12, 1, 2, 4, 8):
         step(model, elements)
     assert not handle.settling
@@ -102,16 +94,15 @@ def test_smaller_inputs_first(sizes):
 
 def test_temporary_memory_between_the_borders_counts():
     """Half of the limit is needed for a moment in each block."""
-    device, model = limited(45, 1e7)
+    device, model, handle = limited(45, recompute=False)
 
     def hook(module, args):
         device.count(torch.empty(20 * MIB, dtype=torch.uint8))
 
     for block in model.blocks:
         block.register_forward_pre_hook(hook)
-    handle = offload(model, device, recompute=False)
-    for _ in range(8):
-        step(model)
+    settle(model, handle)
+    step(model)
     assert device.peak() <= 45 * MIB
     assert handle.plan.offloaded
 
@@ -169,9 +160,7 @@ def test_the_faster_of_two_plans_is_kept_if_copies_slow_compute_down(cost):
 
 
 def test_variable_lengths():
-    device = Timed(1e7, 1e7, memory=32 * MIB)
-    model = TimedModel(device)
-    handle = offload(model, device)
+    device, model, handle = limited(32, count=8)
     source, steps = random.Random(0), 0
     while handle.settling:
         step(model, source.choice([2, 4, 8]))
@@ -197,9 +186,7 @@ def test_lengths_that_alternate_between_training_and_evaluation():
 
 def test_batches_that_are_larger_than_those_that_were_measured():
     """A plan is made for them; where a quarter of the batches is larger, none is."""
-    device = Timed(1e7, 1e7, memory=32 * MIB)
-    model = TimedModel(device)
-    handle = offload(model, device)
+    device, model, handle = limited(32, count=8)
     stages(handle, lambda: step(model, 2), 6)
     sizes = iter([8, 2, 2, 2] * 100)
     assert again(stages(handle, lambda: step(model, next(sizes)), 10 * WINDOW)) == 0
@@ -218,19 +205,15 @@ def test_batches_that_are_larger_than_those_that_were_measured():
 @pytest.mark.parametrize("fits", [True, False])
 def test_memory_that_grows_after_the_first_passes(before, fits, caplog):
     """An optimizer allocates its states in its first step, which comes late with gradient accumulation."""
-    device = Timed(1e7, 1e7, memory=(44 if fits else 28) * MIB)
-    model = TimedModel(device)
-    handle = offload(model, device, recompute=False)
+    device, model, handle = limited(44 if fits else 28, count=8, recompute=False)
     with caplog.at_level(logging.INFO, "actoffload"):
         first = stages(handle, lambda: step(model), before)
         states = device.count(torch.zeros(16 * MIB // 4))
-        device.highest, device.created.peak = 0, device.created.now
+        device.forget_peak()
         seen = stages(handle, lambda: step(model), 3 * WINDOW)
     assert again(first) == 1
     assert not handle.settling
-    device.highest, device.created.peak = 0, device.created.now
-    step(model)
-    assert device.peak() <= device.memory
+    assert peaks(model, device, 1)[0] <= device.memory
     assert handle.plan.offloaded
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 + again(seen)

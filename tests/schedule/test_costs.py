@@ -1,12 +1,10 @@
 """Costs of layers and links, costs measured from a timeline, and sums over a timeline."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.schedule.costs import LayerCost, Link, Saved
+from actoffload.schedule.costs import LayerCost, Saved
 from actoffload.schedule.timeline import Kind, Span, Timeline
 
 
@@ -31,10 +29,6 @@ def test_even_pieces_lose_no_byte(nbytes: int, pieces: int) -> None:
 def test_of_two_needed_at_once_the_last_saved_comes_first() -> None:
     saved = (Saved(1, 0.1, 0.5), Saved(1, 0.2, 0.0), Saved(1, 0.3, 0.5))
     assert LayerCost(1.0, 1.0, saved).order_of_use == (1, 2, 0)
-
-
-def test_an_infinitely_fast_link_is_allowed() -> None:
-    assert Link(math.inf, math.inf).d2h == math.inf
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 400, 401, 5000])

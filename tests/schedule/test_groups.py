@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,33 +24,6 @@ schedules = st.builds(
 
 
 # Which groups are offloaded
-
-
-@pytest.mark.parametrize(
-    ("kinds", "options", "offloaded"),
-    [
-        ("aaaaa", {}, (0, 1, 2)),
-        ("aaaaa", {"num_layers": 0}, ()),
-        ("aaaaa", {"num_layers": 4}, (0, 1, 2, 3)),
-        ("aaaaa", {"num_layers": 9}, (0, 1, 2, 3)),
-        ("aa", {"num_layers": 1}, (0,)),
-        ("a", {"num_layers": 1}, ()),
-        # Of each kind the last one stays, wherever it is.
-        ("ababab", {}, (0, 1, 2, 3)),
-        ("ababab", {"num_layers": 1}, (0, 1)),
-        ("aabbb", {"num_layers": 3}, (0, 2, 3)),
-        ("abcabc", {}, (0, 1, 2)),
-        ("abcde", {"num_layers": 3}, ()),
-        # A fraction of the eligible groups of each kind; halves count up.
-        ("a" * 10, {"fraction": 0.5}, (0, 1, 2, 3)),
-        ("a" * 10, {"fraction": 0.05}, ()),
-        ("a" * 10, {"fraction": 0.0625}, (0,)),
-        ("a" * 10, {"fraction": 0.5, "num_layers": 5}, (0, 1, 2)),
-        ("aaaaabb", {"fraction": 0.5}, (0, 1)),
-    ],
-)
-def test_offloaded_groups(kinds: str, options: dict[str, Any], offloaded: tuple[int, ...]) -> None:
-    assert GroupSchedule(**options).offloaded(kinds) == offloaded
 
 
 @given(sequences, schedules)

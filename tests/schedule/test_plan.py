@@ -153,12 +153,6 @@ def example() -> Plan:
     return Plan.of(6, calls, names=names, nbytes=(MIB, 3 * MIB) * 3, **known)
 
 
-def test_what_is_kept_and_offloaded():
-    plan = example()
-    assert plan.offloaded == (0, 1, 2)
-    assert (plan.offloaded_bytes, plan.kept_bytes) == (5 * MIB, 7 * MIB)
-
-
 def test_the_text_says_that_no_bytes_are_known():
     unknown = replace(example(), nbytes=(0,) * 6)
     assert str(unknown).endswith("Why not. No bytes are known: no pass so far saved a tensor that can be offloaded.")

@@ -105,8 +105,12 @@ class Timed(ReferenceDevice):
         return self.failed
 
     def peak(self) -> int:
-        """Return the most bytes that were allocated so far."""
+        """Return the most bytes that were allocated so far, or since `forget_peak`."""
         return max(self.highest, self.created.peak)
+
+    def forget_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.highest, self.created.peak = 0, self.created.now
 
 
 class Work(torch.autograd.Function):
@@ -213,6 +217,16 @@ def seconds(model: nn.Module, device: Timed, elements: int = 4) -> float:
     return device.main.now - begun
 
 
+def peaks(model: nn.Module, device: Timed, passes: int, elements: int = 4) -> list[int]:
+    """Return the peak of each of some passes."""
+    found = []
+    for _ in range(passes):
+        device.forget_peak()
+        step(model, elements)
+        found.append(device.peak())
+    return found
+
+
 def stage_of(handle: actoffload.OffloadHandle) -> str:
     """Return the name of the stage of the latest pass, "" if it followed a plan."""
     stage = getattr(handle._tracker.steering, "stage", None)
@@ -226,6 +240,24 @@ def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: in
         run()
         found.append(stage_of(handle))
     return found
+
+
+def settle(model: nn.Module, handle: actoffload.OffloadHandle, elements: int = 4, most: int = 20) -> int:
+    """Run steps until the plan is final; return how many."""
+    for number in range(most):
+        if not handle.settling:
+            return number
+        step(model, elements)
+    raise AssertionError(f"There is no plan after {most} steps.")
+
+
+def started(
+    link: float = 1e6, count: int = 12, memory: int | None = 2**40, kind: type[TimedModel] = TimedModel, **options: Any
+) -> tuple[Any, Any, actoffload.OffloadHandle]:
+    """Return a device, a model of blocks that save 4 MiB each, and its handle."""
+    device = Timed(link, link, memory=memory)
+    model = kind(device, count)
+    return device, model, offload(model, device, **options)
 
 
 def small(link: float = 2.5e6, count: int = 6, memory: int | None = 4 * BLOCK, **more) -> tuple:
@@ -243,8 +275,6 @@ def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, pass
     assert not handle.settling
     assert set(handle.plan.offloaded) >= set(range(len(model.blocks) - 2))
     assert seconds(model, device) <= 4.0 * len(model.blocks)
-    device.created.peak = device.created.now
-    step(model)
-    assert device.created.peak <= device.memory
+    assert peaks(model, device, 1)[0] <= device.memory
     nothing_held(handle)
     nothing_installed(model)
