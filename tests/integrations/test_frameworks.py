@@ -231,9 +231,6 @@ def test_arguments_are_checked_where_they_are_given(train, make):
     ):
         with pytest.raises(error, match=message):
             make(**arguments)
-
-
-def test_the_module_of_lightning_is_given_by_its_name():
     with pytest.raises(TypeError, match=r'module is a Net; expected a name, such as "model", or None\.'):
         LightningOffloadCallback(Net())
 

@@ -4,22 +4,16 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from helpers import forward, in_threads, make, no_gc, nothing_held
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, train
+from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, start, train
 from wrappers import Two
 
 import actoffload
-
-
-def start() -> torch.Tensor:
-    return data().requires_grad_() * 1.0
-
 
 # Copies of the model
 
@@ -148,6 +142,7 @@ def test_a_thread_that_ends_leaves_nothing():
         nothing_held(handle)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_a_copy_is_compiled_as_one_graph():
     model = Transformer(4)
     want = train(copy.deepcopy(model))
@@ -160,12 +155,8 @@ def test_a_copy_is_compiled_as_one_graph():
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
-    try:
-        other.compile(backend=backend, fullgraph=True)
-        equal(train(other), want)
-    finally:
-        torch._dynamo.reset()
+    other.compile(backend=backend, fullgraph=True)
+    equal(train(other), want)
     assert len(graphs) == 1
     assert actoffload.OffloadHandle.of(other) is None
     moved = handle.statistics().bytes_offloaded
@@ -237,14 +228,6 @@ def frozen() -> nn.Module:
     return nn.Sequential(*[Frozen() for _ in range(3)])
 
 
-@pytest.fixture
-def swapping() -> Iterator[None]:
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(before)
-
-
 def step(model: nn.Module) -> list[Tensor]:
     dtype = next(model.parameters()).dtype
     model.zero_grad()
@@ -252,11 +235,11 @@ def step(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+# Wrappers are swapped in any case.
+@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (frozen, True), (Tied, True), (frozen, False)])
 @pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.parametrize("make_model", [plain, frozen, Tied])
-def test_a_model_is_converted_by_swapping_its_weights(
-    make_model: Callable[[], nn.Module], removed: bool, swapping: None
-):
+def test_a_model_is_converted_by_swapping_its_weights(make_model, always, removed, monkeypatch):
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", always)
     torch.manual_seed(0)
     model = make_model()
     handle = actoffload.offload(model, num_layers=2, min_bytes=0)
@@ -265,24 +248,11 @@ def test_a_model_is_converted_by_swapping_its_weights(
     if removed:
         handle.remove()
     model.double()
-    expected = [parameter.dtype for parameter in model.parameters()]
-    assert set(expected) == {torch.float64}
-    with_ = step(model)
-    if not removed:
-        assert handle.statistics().bytes_offloaded
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    with_offload = step(model)
+    assert removed or handle.statistics().bytes_offloaded
     handle.remove()
-    assert all(map(torch.equal, with_, step(model)))
-
-
-def test_frozen_wrappers_are_swapped_without_the_setting():
-    torch.manual_seed(0)
-    model = frozen()
-    handle = actoffload.offload(model, num_layers=2, min_bytes=0)
-    step(model)
-    model.cpu()
-    model.to(torch.float64)
-    assert handle.statistics().bytes_offloaded
-    step(model)
+    assert all(map(torch.equal, with_offload, step(model)))
 
 
 def test_swapped_weights_are_kept():

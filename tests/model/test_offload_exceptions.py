@@ -9,15 +9,10 @@ import pytest
 import torch
 from helpers import Failing, no_gc, nothing_held
 from torch import nn
-from whole_model import UNIT, Wave, Waves, call, data, equal, loop, nothing_installed, offload, train
+from whole_model import UNIT, Wave, Waves, call, data, equal, loop, nothing_installed, offload, start, train
 
 import actoffload
 from actoffload.device import backend
-
-
-def start(place: torch.device | None = None) -> torch.Tensor:
-    return data().to(place).requires_grad_() * 1.0
-
 
 ERRORS: dict[str, type[BaseException]] = {"before": KeyError, "in": KeyboardInterrupt, "after": SystemExit}
 """What a block raises before, in and after its work.  An instance would be held by its own traceback."""

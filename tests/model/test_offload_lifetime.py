@@ -13,12 +13,7 @@ import torch
 from helpers import in_threads, no_gc, nothing_held
 from interrupts import SOURCES
 from timed_device import BLOCK, PASSES, done, small, step
-from whole_model import UNIT, Transformer, Waves, data, nothing_installed, offload
-
-
-def start() -> torch.Tensor:
-    return data().requires_grad_() * 1.0
-
+from whole_model import UNIT, Transformer, Waves, data, nothing_installed, offload, start
 
 # By reference counts alone
 

@@ -345,35 +345,31 @@ def found(model: nn.Module) -> dict[str, int]:
     return dict(Counter(name_pattern(each.name) for each in chosen))
 
 
-ALL = {**PLAIN, **PARTS, **STAGES}
+ALL = {
+    **PLAIN,
+    **PARTS,
+    **STAGES,
+    "the transformer of PyTorch": (
+        nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True),
+        {"encoder.layers.*": 6, "decoder.layers.*": 3},
+    ),
+    "lazy layers": (nn.ModuleList(nn.LazyLinear(4) for _ in range(3)), {"*": 3}),
+    "no parameters": (nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU()))), {}),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_structures(name):
     model, want = ALL[name]
     assert found(model) == want
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_it_is_found_in_a_larger_model_too(name):
-    model, want = ALL[name]
-    around = Parts(backbone=Parts(net=model), norm=nn.LayerNorm(4))
-    assert found(around) == {f"backbone.net.{key}": number for key, number in want.items()}
-
-
-def test_the_transformer_of_pytorch():
-    model = nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True)
-    assert found(model) == {"encoder.layers.*": 6, "decoder.layers.*": 3}
+    larger = Parts(backbone=Parts(net=model), norm=nn.LayerNorm(4))
+    assert found(larger) == {f"backbone.net.{key}": number for key, number in want.items()}
 
 
 def test_a_shared_block_is_in_its_stack_once():
     block = Block()
     (stack,) = find_stacks(nn.ModuleList([block] * 3))
     assert stack == (block,)
-
-
-def test_lazy_layers():
-    assert found(nn.ModuleList(nn.LazyLinear(4) for _ in range(3))) == {"*": 3}
 
 
 def test_the_only_block_of_a_stage():
@@ -385,7 +381,3 @@ def test_the_only_block_of_a_stage():
     assert find_stacks(several) == (tuple(several.layers),)
     leaves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     assert find_stacks(leaves) == (tuple(leaves),)
-
-
-def test_lists_without_parameters_are_none():
-    assert find_stacks(nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU())))) == ()

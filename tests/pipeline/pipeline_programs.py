@@ -52,6 +52,30 @@ class Skipping(nn.Sequential):
         return x
 
 
+class StoppedError(Exception):
+    """Raised by a block."""
+
+
+class Stopping(nn.Sequential):
+    """Blocks of which the second raises an exception in a forward, or in its backward, when it is told to."""
+
+    after, backward = -1, False  # so many forwards with gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, block in enumerate(self):
+            x = block(x)
+            if k == 1 and torch.is_grad_enabled():
+                self.after -= 1
+                if not self.after and not self.backward:
+                    raise StoppedError
+                if not self.after:
+                    x.register_hook(self.stop)
+        return x
+
+    def stop(self, gradient: Tensor) -> None:
+        raise StoppedError
+
+
 def block_bytes() -> int:
     """Bytes that a block saves for one microbatch."""
     return 4 * ROWS * (WIDTH + 2 * HIDDEN)

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import BLOCKS, STEPS, WIDTH, Block, held, make, offloaded, same, train
+from pipeline_programs import (
+    BLOCKS,
+    STEPS,
+    WIDTH,
+    Block,
+    StoppedError,
+    Stopping,
+    held,
+    make,
+    offloaded,
+    same,
+    train,
+)
 from torch import nn
 from torch.distributed import pipelining
 
@@ -37,33 +49,6 @@ def agrees(build: Callable[[], tuple[Any, list[nn.Module]]]) -> tuple[PipelineHa
     got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < STEPS - 1 else None)
     assert same(want, got)
     return handle, as_planned(handle)
-
-
-class StoppedError(Exception):
-    """Raised by a block."""
-
-
-class Stopping(nn.Module):
-    """Blocks of which the second raises an exception when it is told to."""
-
-    def __init__(self, backward: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.after, self.backward = -1, backward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, block in enumerate(self.blocks):
-            x = block(x)
-            if k == 1 and torch.is_grad_enabled():
-                self.after -= 1
-                if not self.after and not self.backward:
-                    raise StoppedError
-                if not self.after:
-                    x.register_hook(self.stop)
-        return x
-
-    def stop(self, gradient: torch.Tensor) -> None:
-        raise StoppedError
 
 
 class Skipping(nn.Module):
@@ -100,7 +85,7 @@ def test_skipped_groups(name, turns, recompute):
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_an_exception_in_a_microbatch(name, backward, first):
     def module(stage: int) -> nn.Module:
-        return Stopping(backward)
+        return Stopping(*(Block() for _ in range(BLOCKS)))
 
     schedule, modules = make(name, module=module)
     want = train(schedule, modules)
@@ -108,6 +93,7 @@ def test_an_exception_in_a_microbatch(name, backward, first):
     handle = offloaded(schedule)
     if not first:
         train(schedule, modules, 2)
+    modules[1].backward = backward
     modules[1].after = 3 if first and not backward else 2
     with pytest.raises((StoppedError, RuntimeError)):
         train(schedule, modules, 1)

@@ -138,6 +138,11 @@ def data(seed: int = 0, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def start(place: torch.device | None = None) -> Tensor:
+    """Return an input that requires a gradient and that autograd does not hold beside its use."""
+    return data().to(place).requires_grad_() * 1.0
+
+
 def offload(model: nn.Module, *, device: Any = None, **options: Any) -> actoffload.OffloadHandle:
     """Offload a model on the device of `place_backend`, also its small tensors."""
     with use(device or place_backend()):
