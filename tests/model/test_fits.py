@@ -128,8 +128,10 @@ def test_what_is_not_known_is_said():
     handle.remove()
     with pytest.raises(RuntimeError, match="removed"):
         handle.fits()
-    with offload(model, device, num_layers=2) as handle, pytest.raises(RuntimeError, match="nothing is measured"):
-        handle.fits()
+    with offload(model, device, num_layers=2) as handle:
+        for unknown in (handle.fits, handle.frontier):
+            with pytest.raises(RuntimeError, match="nothing is measured"):
+                unknown()
     device.memory = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

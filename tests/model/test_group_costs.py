@@ -20,34 +20,31 @@ MIB = 2**20
 
 
 def link(out: list[tuple[float, float, int]], back: list[tuple[float, float, int]]) -> Link | None:
-    copies = {Kind.D2H: [Copy(*of) for of in out], Kind.H2D: [Copy(*of) for of in back]}
+    copies = {Kind.D2H: [Copy(*copy) for copy in out], Kind.H2D: [Copy(*copy) for copy in back]}
     meter: Any = SimpleNamespace(copies=copies.__getitem__)
     return measured_link(meter)
 
 
-def test_rates_are_those_of_copies_that_run_alone():
-    assert link([(0, 1, 100), (1, 3, 200)], [(5, 6, 50)]) == Link(100, 50)
-    assert link([(0, 1, 100)], []) is None
-    assert link([(1, 1, 100)], [(2, 3, 50)]) is None
-
-
-def test_rate_of_both_directions_at_once():
-    # From 2 to 4 both are busy: 60 and 40 bytes each second, while one alone copies 100.
-    both = link([(0, 2, 200), (2, 4, 120)], [(2, 4, 80), (4, 6, 200)])
-    assert both == Link(100, 100, both=100)
-    # The same with one copy each way: the bytes outside of the common time are copied as fast as alone.
-    parts = link([(0, 1, 100), (1, 4, 220)], [(2, 5, 180), (5, 6, 100)])
-    assert parts == Link(100, 100, both=100)
-
-
-def test_a_short_common_time_says_nothing():
-    assert link([(0, 10, 1000)], [(9.9, 20, 1000)]) == Link(100, 1000 / 10.1)
-
-
-@pytest.mark.parametrize("shared", [10, 500])
-def test_the_common_rate_is_never_out_of_bounds(shared):
-    found = link([(0, 1, 100), (1, 3, shared)], [(1, 3, shared), (3, 4, 100)])
-    assert found.both == (100 if shared == 10 else 200)
+@pytest.mark.parametrize(
+    ("out", "back", "want"),
+    [
+        # Rates are those of copies that run alone.
+        ([(0, 1, 100), (1, 3, 200)], [(5, 6, 50)], Link(100, 50)),
+        ([(0, 1, 100)], [], None),
+        ([(1, 1, 100)], [(2, 3, 50)], None),
+        # From 2 to 4 both are busy: 60 and 40 bytes each second, while one alone copies 100.
+        ([(0, 2, 200), (2, 4, 120)], [(2, 4, 80), (4, 6, 200)], Link(100, 100, both=100)),
+        # The same with one copy each way: the bytes outside of the common time are copied as fast as alone.
+        ([(0, 1, 100), (1, 4, 220)], [(2, 5, 180), (5, 6, 100)], Link(100, 100, both=100)),
+        # A short common time says nothing.
+        ([(0, 10, 1000)], [(9.9, 20, 1000)], Link(100, 1000 / 10.1)),
+        # The common rate is never less than that of one direction, and never more than that of both alone.
+        ([(0, 1, 100), (1, 3, 10)], [(1, 3, 10), (3, 4, 100)], Link(100, 100, both=100)),
+        ([(0, 1, 100), (1, 3, 500)], [(1, 3, 500), (3, 4, 100)], Link(100, 100, both=200)),
+    ],
+)
+def test_rates_of_one_direction_and_of_both(out, back, want):
+    assert link(out, back) == want
 
 
 def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:

@@ -85,27 +85,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], dict[tuple[str,
         TOKENS,
         {("model.layers.*", "JambaMambaDecoderLayer"): 3, ("model.layers.*", "JambaAttentionDecoderLayer"): 1},
     ),
-    "CLIPModel": (
-        {
-            "text_config": {**SMALL, "num_hidden_layers": 3},
-            "vision_config": {**SMALL, "num_hidden_layers": 5, "image_size": 32, "patch_size": 8},
-        },
-        {**TOKENS, "pixel_values": torch.randn(2, 3, 32, 32)},
-        {
-            ("text_model.encoder.layers.*", "CLIPEncoderLayer"): 3,
-            ("vision_model.encoder.layers.*", "CLIPEncoderLayer"): 5,
-        },
-    ),
     # Their names are those of stages, and of parts of a block.
     "SwinModel": (
         {"embed_dim": 12, "depths": [2, 2, 2, 2], "image_size": 64, "window_size": 2},
         IMAGES,
         {("encoder.layers.*.blocks.*", "SwinLayer"): 8},
-    ),
-    "ResNetModel": (
-        {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]},
-        IMAGES,
-        {("encoder.stages.*.layers.*", "ResNetBottleNeckLayer"): 16},
     ),
     "MobileViTModel": (
         {},

@@ -1,7 +1,6 @@
 """The call `actoffload.offload`: what is chosen, what is offloaded, and what its arguments mean."""
 
 import copy
-import warnings
 from pathlib import Path
 
 import pytest
@@ -44,26 +43,23 @@ def test_plain_pytorch_models(model, number):
 # How many
 
 
-@pytest.mark.parametrize("num_layers", range(6))
-def test_num_layers(num_layers):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle, statistics = agrees(Waves(6), steps=1, num_layers=num_layers)
-    assert handle.plan.offloaded == tuple(range(num_layers))
-    assert statistics.bytes_offloaded == num_layers * 2 * UNIT
-    kept = 6 - num_layers
-    assert statistics.peak_resident_bytes == kept * 2 * UNIT
+FRACTIONS = {0.0: 0, 0.1: 0, 0.125: 1, 0.25: 1, 0.5: 2, 0.7: 3, 1.0: 4}
 
 
 @pytest.mark.parametrize(
-    ("fraction", "number"), [(0.0, 0), (0.1, 0), (0.125, 1), (0.25, 1), (0.5, 2), (0.7, 3), (1.0, 4), (1, 4)]
+    ("options", "number"),
+    [
+        *(({"num_layers": number}, number) for number in range(6)),
+        *(({"fraction": fraction}, number) for fraction, number in FRACTIONS.items()),
+    ],
+    ids=str,
 )
-def test_fraction(fraction, number):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle, statistics = agrees(Waves(6), steps=1, fraction=fraction)
+@pytest.mark.filterwarnings("ignore:None of the groups")  # small fractions
+def test_how_many(options, number):
+    handle, statistics = agrees(Waves(6), steps=1, **options)
     assert handle.plan.offloaded == tuple(range(number))
     assert statistics.bytes_offloaded == number * 2 * UNIT
+    assert statistics.peak_resident_bytes == (6 - number) * 2 * UNIT
 
 
 def test_tensors_just_below_the_limit_count_beside_much_smaller_ones():

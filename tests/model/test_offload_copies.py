@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from helpers import forward, in_threads, make, no_gc, nothing_held
+from helpers import in_threads, no_gc, nothing_held
 from torch import Tensor, nn
 from torch.nn import functional
 from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, start, train
@@ -266,14 +266,3 @@ def test_swapped_weights_are_kept():
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
         step(model)
         assert handle.statistics().bytes_offloaded == 2 * offloaded
-
-
-@pytest.mark.usefixtures("offload_small_tensors")
-def test_weights_of_layers_in_a_context():
-    layers = list(plain())
-    context, sync = make(1, 3)
-    for _ in range(2):
-        forward(layers, torch.ones(32, 16), context, sync).sum().backward()
-    for parameter in nn.ModuleList(layers).parameters():
-        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
-    forward(layers, torch.ones(32, 16), context, sync).sum().backward()

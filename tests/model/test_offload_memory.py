@@ -5,14 +5,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from whole_model import (
-    ATTENTION,
-    MLP,
     ROWS,
     UNIT,
     Attention,
     Inside,
     Mlp,
-    Transformer,
     Wave,
     Waves,
     agrees,
@@ -227,17 +224,6 @@ def test_parts_of_a_group_have_names_and_kinds_of_their_own():
         "    offloaded  blocks.0 (part 2), blocks.1 (part 2)",
     ):
         assert line in said.splitlines()
-
-
-def test_two_kinds_inside_of_each_block_and_the_block():
-    """With everything chosen, everything is offloaded, whichever group it is counted in."""
-    whole, late = bytes_of_a_step(Transformer(5), layers="blocks", num_layers=4)
-    assert late == 0
-    parts, late = bytes_of_a_step(Transformer(5), layers=["blocks.*", "*.mlp", "*.attention"], num_layers=4)
-    assert late == 0
-    assert parts == whole
-    fine, _ = bytes_of_a_step(Transformer(5), layers=["*.mlp", "*.attention"], num_layers=4)
-    assert fine == 4 * (MLP + ATTENTION)
 
 
 def test_chosen_inside_of_a_module_that_is_called_twice():

@@ -187,14 +187,6 @@ def test_before_anything_has_run():
         handle.report()
 
 
-def test_a_handle_says_how_many_groups_are_recomputed():
-    model = Waves(6)
-    handle = offload(model, recompute=True)
-    model(data()).sum().backward()
-    assert "\n  6 of 6 groups are recomputed\n" in str(handle)
-    assert str(handle.plan).partition("\n\n")[0].endswith("yes")
-
-
 def test_a_frozen_model_has_no_groups_that_run():
     model = Inside(6).requires_grad_(False)
     handle = offload(model)

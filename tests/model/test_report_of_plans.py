@@ -32,7 +32,7 @@ def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel, **mo
 @pytest.mark.parametrize(("link", "offloads"), [(1e5, False), (1e6, True)])
 def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
     """In the pass before the plan every group was recomputed, and saved nothing."""
-    _model, handle = budgeted(link, 20 * MIB)
+    model, handle = budgeted(link, 20 * MIB)
     plan, report = handle.plan, handle.report()
     assert bool(plan.offloaded) == offloads
     assert 0 < len(plan.recomputed) < 12
@@ -43,6 +43,18 @@ def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
         assert bool(group.bytes_recomputed) == again
         assert group.bytes_offloaded == (group.bytes_saved if k in plan.offloaded else 0)
     assert report.totals.bytes_recomputed == sum(plan.recomputed_nbytes)
+    # What the plan is expected to cost.
+    assert (report.peak_bytes, report.seconds, report.baseline_peak_bytes) == (
+        plan.peak_bytes,
+        plan.seconds,
+        12 * BLOCK,
+    )
+    assert str(report).startswith(f"Saves {size(report.baseline_peak_bytes - plan.peak_bytes)}: the peak is ")
+    assert f" A pass takes {milliseconds(plan.seconds)} instead of " in report.gain
+    with handle.recording():
+        step(model)
+    rows = [(group.bytes_saved, group.recomputed) for group in report.groups]
+    assert [(group.bytes_saved, group.recomputed) for group in handle.report().groups] == rows
 
 
 def test_rows_are_those_of_the_plan_where_whole_replay_was_tried_last():
@@ -55,17 +67,6 @@ def test_rows_are_those_of_the_plan_where_whole_replay_was_tried_last():
     assert not plan.recomputed
     assert [group.bytes_offloaded for group in report.groups] == [MIB] * 5 + [0]
     assert not any(group.recomputed for group in report.groups)
-
-
-def test_a_recorded_step_has_the_rows_of_the_steps_beside_it():
-    model, handle = budgeted(1e6, 20 * MIB)
-    before = handle.report()
-    with handle.recording():
-        step(model)
-    recorded = handle.report()
-    assert [(of.bytes_saved, of.recomputed) for of in recorded.groups] == [
-        (of.bytes_saved, of.recomputed) for of in before.groups
-    ]
 
 
 def test_activations_that_are_recomputed_lie_in_groups():
@@ -85,16 +86,6 @@ def test_activations_that_are_recomputed_lie_in_groups():
     assert "80.0 % of the saved and recomputed activations lie in groups" in str(report)
     share = "20.0 % of the saved and recomputed activations (12.0 MiB in 4 tensors) were kept"
     assert any(advice.startswith(share) for advice in report.advice)
-
-
-def test_the_report_has_what_the_plan_is_expected_to_cost():
-    _model, handle = budgeted(1e6, 20 * MIB)
-    report = handle.report()
-    plan = handle.plan
-    assert (report.peak_bytes, report.seconds) == (plan.peak_bytes, plan.seconds)
-    assert report.baseline_peak_bytes == 12 * BLOCK
-    assert str(report).startswith(f"Saves {size(report.baseline_peak_bytes - plan.peak_bytes)}: the peak is ")
-    assert f" A pass takes {milliseconds(plan.seconds)} instead of " in report.gain
 
 
 def test_groups_that_are_recomputed_in_any_case():

@@ -59,7 +59,7 @@ def test_iterators_as_arguments():
     handle.remove()
 
 
-def test_a_schedule_that_is_not_known():
+def test_what_is_no_schedule_that_is_known():
     class Another(pipelining.schedules._PipelineSchedule):
         def __init__(self) -> None:
             pass
@@ -72,6 +72,10 @@ def test_a_schedule_that_is_not_known():
         ValueError, match="offload got a Another, which is not supported; expected one of ScheduleGPipe"
     ):
         offload(Another())
+    with pytest.raises(ValueError, match="delta_bytes_per_rank is for pipeline schedules"):
+        offload(Block(), delta_bytes_per_rank=1)
+    with pytest.raises(TypeError, match="expected the schedule"):
+        PipelineHandle.of(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -92,11 +96,6 @@ def test_arguments_that_are_wrong(arguments, message):
     assert PipelineHandle.of(schedule) is None
 
 
-def test_delta_bytes_of_a_module():
-    with pytest.raises(ValueError, match="delta_bytes_per_rank is for pipeline schedules"):
-        offload(Block(), delta_bytes_per_rank=1)
-
-
 def test_offloaded_twice():
     schedule, modules = make("Schedule1F1B")
     with offloaded(schedule), pytest.raises(ValueError, match="This schedule is offloaded already"):
@@ -107,11 +106,6 @@ def test_offloaded_twice():
             train(schedule, modules, 1)
         assert not handle.installed
     train(schedule, modules, 1)
-
-
-def test_a_handle_of_something_else():
-    with pytest.raises(TypeError, match="expected the schedule"):
-        PipelineHandle.of(nn.Linear(2, 2))
 
 
 def test_a_report_before_the_first_step():

@@ -90,34 +90,16 @@ def test_it_is_never_slower_than_the_default_schedule_at_its_peak(data, costs, l
     assert plan.seconds <= default.step_time * 1.002 + 1e-9
 
 
-EVEN = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
-
-
 @pytest.mark.parametrize(
-    ("costs", "link", "options", "because"),
+    ("rate", "limit", "because"),
     [
-        (
-            EVEN,
-            Link(1e6, 1e6),  # copies cost nothing
-            {"limit": 2000},
-            "Without offloading the peak would be 7.8 KiB, above the limit of 2.0 KiB.",
-        ),
-        (
-            EVEN,
-            Link(500.0, 500.0),
-            {"limit": 3 * 2**10},
-            "Without offloading the peak would be 7.8 KiB, above the limit of 3.0 KiB.",
-        ),
-        (
-            EVEN,
-            Link(1e6, 1e6),
-            {"limit": 512},
-            "No plan is within the limit of 512 bytes; this one has the smallest peak.",
-        ),
+        (1e6, 2000, "Without offloading the peak would be 7.8 KiB, above the limit of 2.0 KiB."),  # copies cost nothing
+        (500.0, 3072, "Without offloading the peak would be 7.8 KiB, above the limit of 3.0 KiB."),
+        (1e6, 512, "No plan is within the limit of 512 bytes; this one has the smallest peak."),
     ],
 )
-def test_the_plan_says_why(costs, link, options, because):
-    plan = choose_plain(costs, link, **options)
+def test_the_plan_says_why(rate, limit, because):
+    plan = choose_plain([LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8, Link(rate, rate), limit=limit)
     assert plan.because == because
     assert plan.offloaded
 
