@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from helpers import alive, no_gc
+from plan_calls import copied
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Wave, Waves, data, measured, nothing_installed, offload
@@ -15,7 +16,7 @@ from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.engine.passes import ModelPass
 from actoffload.model import follow
 from actoffload.report import Reason
-from actoffload.schedule import Action, Do, Event, Plan, When
+from actoffload.schedule import Plan
 
 
 def offloaded(model: nn.Module, handle: actoffload.OffloadHandle) -> int:
@@ -167,15 +168,7 @@ def test_saved_tensor_hooks_are_installed_in_the_groups_that_a_plan_offloads_alo
             return super().forward(x)
 
     model = Waves(6, Asking)
-    calls = [
-        call
-        for k in (0, 1, 3)
-        for call in (
-            (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
-            (Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)),
-            (Event(When.BACKWARD_END, k + 2), Action(Do.RELOAD, k)),
-        )
-    ]
+    calls = copied({k: (k + 1, k + 1) for k in (0, 1, 3)})
     names = tuple(f"blocks.{k}" for k in range(6))
     handle = offload(model, plan=Plan.of(6, calls, names=names, nbytes=(2 * UNIT,) * 6))
     want = [True] * 6, [True, True, False, True, False, False]  # the first forward shows what is saved between groups

@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
+from plan_calls import copied
 from timed_device import TimedModel, Work, peaks, seconds, settle, stages, started, step
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actoffload
-from actoffload.schedule import Action, Do, Event, Plan, When
+from actoffload.schedule import Plan
 
 MIB = 2**20
 
@@ -132,14 +133,9 @@ def test_what_a_recomputed_group_keeps_for_all_others_is_not_copied():
     """A copy from another group would free nothing, and its reload would take the same memory again."""
     model, x = Rotating(), torch.randn(256, 64)
     names = tuple(f"blocks.{k}" for k in range(4))
-    calls = [
-        (Event(When.FORWARD_START, 1), Action(Do.OFFLOAD, 1)),
-        (Event(When.FORWARD_END, 2), Action(Do.RELEASE, 1)),
-        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 1)),
-    ]
     offloaded = {}
     for saves in ((), None):
-        plan = Plan.of(4, calls, names=names, nbytes=(x.nbytes,) * 4, saves=(saves, None, None, None))
+        plan = Plan.of(4, copied({1: (2, 2)}), names=names, nbytes=(x.nbytes,) * 4, saves=(saves, None, None, None))
         handle = actoffload.offload(model, plan=plan, min_bytes=64)
         for _ in range(3):  # watched; followed as a whole; then the groups alone
             handle.reset_statistics()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from plan_calls import copied
 from timed_device import Temporary, Timed, TimedBlock, TimedModel, offload, small, stage_of, stages, started, step
 from torch import Tensor, nn
 
@@ -198,12 +199,7 @@ def test_a_step_with_a_plan_that_was_given_is_recorded():
     """Also when groups alone are followed."""
     device = Timed(1e6, 1e6, memory=2**40)
     model = TimedModel(device)
-    calls = [
-        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
-        (Event(When.FORWARD_END, 5), Action(Do.RELEASE, 0)),
-        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
-    ]
-    plan = Plan.of(8, calls, names=tuple(f"blocks.{k}" for k in range(8)), nbytes=(BLOCK,) * 8)
+    plan = Plan.of(8, copied({0: (5, 2)}), names=tuple(f"blocks.{k}" for k in range(8)), nbytes=(BLOCK,) * 8)
     handle = offload(model, device, layers=None, plan=plan)
     for _ in range(3):
         step(model)

@@ -15,6 +15,7 @@ from adversary.harness import check, execute, scaled_down, trial
 from adversary.trees import ModelRun, TreeProgram, tree_programs
 from helpers import no_gc, nothing_held
 from hypothesis import given, settings
+from plan_calls import copied
 from timed_device import Timed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,7 @@ from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, noth
 
 import actoffload
 from actoffload.model.tuning import findings
-from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.plan import Plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -153,12 +154,7 @@ def scoped() -> Iterator[tuple[nn.Module, actoffload.OffloadHandle]]:
     """A model with six blocks in whose first four saved-tensor hooks are installed, and nowhere else."""
     model = Waves(6)
     handle = offload(model)
-    calls = []
-    for k in range(4):
-        calls.append((Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)))
-        calls.append((Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)))
-        calls.append((Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)))
-    plan = Plan.of(6, calls, names=handle.groups, nbytes=(0,) * 6)
+    plan = Plan.of(6, copied({k: (k + 1, k + 1) for k in range(4)}), names=handle.groups, nbytes=(0,) * 6)
     handle.remove()
     handle = offload(model, plan=plan)
     train(model, steps=1)

@@ -8,12 +8,13 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_calls import copied
 from planning import MIB, choose_plain, convex, leanest, links, model_ranks, steps
 
 from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Placement, place
 from actoffload.planner.search import Ranks
-from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, Link, Plan, Saved, When, simulate
+from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, Saved, When, simulate
 from actoffload.schedule.simulate import model_plan
 
 
@@ -59,14 +60,8 @@ def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
     for number in range(count):
         for behind in range(count):
             for ahead in range(count):
-                calls = []
-                for k in range(number):
-                    calls += [
-                        (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
-                        (Event(When.FORWARD_END, min(k + behind, count - 1)), Action(Do.RELEASE, k)),
-                        (Event(When.BACKWARD_START, min(k + ahead, count - 1)), Action(Do.RELOAD, k)),
-                    ]
-                yield Plan.of(count, calls)
+                groups = {k: (min(k + behind, count - 1), min(k + ahead, count - 1)) for k in range(number)}
+                yield Plan.of(count, copied(groups))
 
 
 @settings(max_examples=50)

@@ -12,6 +12,7 @@ import pytest
 from adversary.plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_calls import copied
 
 from actoffload.schedule.execution_order import Roles, remap
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
@@ -142,13 +143,7 @@ MIB = 2**20
 
 def example() -> Plan:
     names = tuple(f"h.{k}.{part}" for k in range(3) for part in ("attention", "mlp"))
-    calls = []
-    for k in range(3):
-        calls += [
-            (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
-            (Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)),
-            (Event(When.BACKWARD_START, k + 2), Action(Do.RELOAD, k)),
-        ]
+    calls = copied({k: (k + 1, k + 2) for k in range(3)})
     known = {"seconds": 0.2012, "baseline_seconds": 0.2, "peak_bytes": 10 * MIB, "because": "Why not."}
     return Plan.of(6, calls, names=names, nbytes=(MIB, 3 * MIB) * 3, **known)
 
@@ -274,12 +269,7 @@ def test_the_next_event_takes_the_place_of_that_of_a_group_that_is_skipped():
 
 
 def test_actions_move_behind_those_before_them():
-    calls = [
-        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
-        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
-        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
-    ]
-    plan = Plan.of(4, calls, names=tuple("abcd"), nbytes=(1, 2, 3, 4))
+    plan = Plan.of(4, copied({0: (1, 2)}), names=tuple("abcd"), nbytes=(1, 2, 3, 4))
     own = ("FORWARD_START a", "OFFLOAD", "a")
     assert steps_of(remap(plan, list("bacd"))) == [
         own,

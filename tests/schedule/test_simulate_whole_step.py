@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_calls import copied
 
 from actoffload.schedule import (
     Action,
@@ -26,14 +27,7 @@ def spans(simulation: Simulation, *kinds: Kind) -> list[tuple[int, float, float]
 
 
 LAYER = LayerCost(10.0, 20.0, (Saved(10),))
-ONE_OF_TWO = Plan.of(
-    2,
-    [
-        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
-        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
-        (Event(When.BACKWARD_START, 1), Action(Do.RELOAD, 0)),
-    ],
-)
+ONE_OF_TWO = Plan.of(2, copied({0: (1, 1)}))
 FAST = Link(1.0, 1.0)
 
 

@@ -77,21 +77,6 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-class Repeated(nn.Module):
-    """One layer for all, as in ALBERT."""
-
-    TIMES = 7
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.TIMES):
-            x = x + self.layer(x)
-        return x
-
-
 class Attention(nn.Module):
     """One head over the rows of a batch of one sequence; query, key and value are views of one storage."""
 
