@@ -58,27 +58,39 @@ def test_the_memory_is_gone(number):
 # What is shared
 
 
-class Shares(nn.Module):
-    """Waves, and something beside them that saves a tensor too: `at` says before which block."""
+class Sine(nn.Module):
+    """Saves its input."""
 
-    def __init__(self, at: int, count: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Wave() for _ in range(count)])
-        self.at = at
+    def forward(self, x):
+        return torch.sin(x)
+
+
+class Shares(Waves):
+    """Waves, and sines beside them that save the inputs of some blocks too: before the block, or behind it."""
+
+    def __init__(self, before=(), behind=()) -> None:
+        super().__init__(6)
+        self.sines = nn.ModuleList([Sine() for _ in range(6)])
+        self.before, self.behind = before, behind
 
     def forward(self, x):
         x, total = x * 1.0, 0.0
-        for k, block in enumerate(self.blocks):
-            if k == self.at:
-                total = torch.sin(x)  # saves x, which the block saves as well
-            x = block(x)
+        for k, (block, sine) in enumerate(zip(self.blocks, self.sines, strict=True)):
+            total = total + sine(x) if k in self.before else total
+            y = block(x)
+            total = total + sine(x) if k in self.behind else total
+            x = y
         return x + total
+
+
+def required(model, x):
+    return model(x.requires_grad_())
 
 
 @pytest.mark.parametrize("at", range(6))
 def test_an_input_that_was_saved_outside_is_offloaded_with_its_group(at):
     """As checkpointing saves it, or whatever the model does with it beside the block."""
-    handle, statistics = agrees(Shares(at), lambda model, x: model(x.requires_grad_()), steps=1)
+    handle, statistics = agrees(Shares(before=[at]), required, steps=1, layers="blocks")
     assert statistics.bytes_offloaded == 8 * UNIT
     assert statistics.reloaded_on_demand == 0
     # What is saved before the third block lies there until the first one leaves, when that block starts.
@@ -90,23 +102,7 @@ def test_an_input_that_was_saved_outside_is_offloaded_with_its_group(at):
 
 
 def test_what_a_kept_module_saved_before_is_not_copied_in_vain():
-    class Sine(nn.Module):
-        def forward(self, x):
-            return torch.sin(x)
-
-    class Model(Waves):
-        def __init__(self):
-            super().__init__(6)
-            self.sines = nn.ModuleList([Sine() for _ in range(6)])
-
-        def forward(self, x):
-            total = 0.0
-            for block, sine in zip(self.blocks, self.sines, strict=True):
-                total = total + sine(x)
-                x = block(x)
-            return x + total
-
-    _, statistics = agrees(Model(), lambda m, x: m(x.requires_grad_() * 1.0), steps=1, layers="blocks", keep="sines.*")
+    _, statistics = agrees(Shares(before=range(6)), required, steps=1, layers="blocks", keep="sines.*")
     # The input of each block is kept by the sine that saved it before; the other storage of the block is offloaded.
     assert statistics.bytes_offloaded == 4 * UNIT
     assert statistics.bytes_kept[Reason.KEPT] == 6 * UNIT
@@ -115,18 +111,7 @@ def test_what_a_kept_module_saved_before_is_not_copied_in_vain():
 
 def test_what_is_saved_outside_while_a_group_has_it_is_kept_and_counted():
     """The group came first, so it is copied, but not freed, because something outside has saved it too."""
-
-    class Model(Waves):
-        def forward(self, x):
-            total = 0.0
-            for block in self.blocks:
-                y = block(x)
-                total = total + torch.sin(x)
-                x = y
-            return x + total
-
-    model = Model(6)
-    handle, statistics = agrees(model, lambda m, x: m(x.requires_grad_() * 1.0), steps=1)
+    handle, statistics = agrees(Shares(behind=range(6)), required, steps=1, layers="blocks")
     assert statistics.bytes_offloaded == 8 * UNIT
     assert statistics.bytes_reloaded == 4 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == 4 * UNIT

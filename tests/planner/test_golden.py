@@ -4,14 +4,13 @@
 """
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from planning import GIB, MIB, convex
 
-from actoffload.planner import Variant, choose, plan_pipeline
+from actoffload.planner import choose, plan_pipeline
 from actoffload.schedule import (
     DefaultSchedule,
     LayerCost,
@@ -30,25 +29,6 @@ RECORDED = Path(__file__).with_name("golden.json")
 Numbers = list[float]
 
 
-def a_group(rng: random.Random) -> LayerCost:
-    pieces = sorted(rng.random() for _ in range(rng.randint(0, 4)))
-    return LayerCost(
-        rng.uniform(0.1, 2.0),
-        rng.uniform(0.1, 4.0),
-        tuple(Saved(rng.randint(1, 4000), at, rng.random()) for at in pieces),
-        host_forward=rng.choice((0.0, rng.uniform(0.0, 2.0))),
-        host_backward=rng.choice((0.0, rng.uniform(0.0, 2.0))),
-        gap_forward=rng.choice((0.0, rng.random())),
-        gap_backward=rng.choice((0.0, rng.random())),
-        other_bytes=tuple(rng.randint(0, 3000) for _ in range(4)),
-        forward_temporary=rng.randint(0, 2000),
-        backward_temporary=rng.randint(0, 2000),
-        gap_backward_temporary=rng.randint(0, 2000),
-        kept_bytes=rng.choice((0, rng.randint(0, 500))),
-        unpacks_at_once=rng.random() < 0.2,
-    )
-
-
 def _split(step: str) -> list[str]:
     return [step.replace("B", "I"), step.replace("B", "W")] if "B" in step else [step]
 
@@ -61,11 +41,10 @@ def plans_of_models() -> Iterator[tuple[str, Numbers]]:
         "slow host": [convex(3000 + 100 * (8 - k), 0.008) for k in range(8)],
         "offload alone": [convex()[:1]] * 10,
         "one in two": [convex()[: 4 if k % 2 else 1] for k in range(10)],
-        "random": [(Variant(a_group(random.Random(k))),) for k in range(6)],
     }
     for name, groups in models.items():
         names = [f"h.{k}" for k in range(len(groups))]
-        for rate in (1e10, 5e10) if name != "random" else (3e3,):
+        for rate in (1e10, 5e10):
             link = Link(rate, rate, both=1.5 * rate)
             most = simulate(DefaultSchedule(0, len(groups)).plan(), [group[0].cost for group in groups], link)
             least = choose(names, groups, link, limit=0)
