@@ -9,7 +9,7 @@ from helpers import alive, no_gc
 from plan_calls import copied
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from whole_model import UNIT, Wave, Waves, data, measured, nothing_installed, offload
+from whole_model import UNIT, Wave, Waves, data, measured, moved, nothing_installed, offload
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
@@ -19,20 +19,13 @@ from actoffload.report import Reason
 from actoffload.schedule import Plan
 
 
-def offloaded(model: nn.Module, handle: actoffload.OffloadHandle) -> int:
-    """Return the bytes that a step offloads for a handle."""
-    handle.reset_statistics()
-    model(data().requires_grad_() * 1.0).sum().backward()
-    return handle.statistics().bytes_offloaded
-
-
 def test_a_module_of_two_handles_is_followed_until_both_are_removed():
     blocks = Waves(6)
     model = nn.Sequential(blocks)
     inner = offload(blocks)
     outer = offload(model, layers="0.blocks")
     outer.remove()
-    assert offloaded(model, inner) == 8 * UNIT
+    assert moved(inner, model) == 8 * UNIT
     inner.remove()
     assert all("forward" not in vars(module) for module in model.modules())
     nothing_installed(model)
@@ -54,7 +47,7 @@ def test_an_interrupt_of_offload_leaves_the_model_as_it_was(monkeypatch):
     monkeypatch.undo()
     assert [set(vars(module)) for module in model.modules()] == names
     assert actoffload.OffloadHandle.of(model) is None
-    assert offloaded(model, offload(model)) == 8 * UNIT
+    assert moved(offload(model), model) == 8 * UNIT
 
 
 # Forwards

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from whole_model import (
-    ROWS,
-    UNIT,
-    WIDTH,
-    Attention,
-    Transformer,
-    Waves,
-    agrees,
-)
+from whole_model import ROWS, UNIT, WIDTH, Attention, Transformer, Waves, agrees
 
 import actoffload
 from actoffload import HostMemoryWarning

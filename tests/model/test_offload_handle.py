@@ -8,17 +8,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from torch import nn
-from whole_model import (
-    UNIT,
-    Transformer,
-    Waves,
-    data,
-    equal,
-    hooks,
-    nothing_installed,
-    offload,
-    train,
-)
+from whole_model import UNIT, Transformer, Waves, data, equal, hooks, nothing_installed, offload, train
 
 import actoffload
 

@@ -9,13 +9,19 @@ import torch
 from helpers import no_gc, nothing_held
 from interrupts import SOURCES, interrupted
 from torch import nn
-from whole_model import Waves, call, data, equal, loop, nothing_installed, offload, train
+from whole_model import Run, Waves, call, data, equal, loop, measured, nothing_installed, offload, train
 
 import actoffload
 
 FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch"))
 CONTEXT = (str(SOURCES / "context"), str(SOURCES / "engine" / "eligibility.py"), str(SOURCES / "_torch"))
 ANY = (str(SOURCES),)
+
+
+def as_before(handle: Any, model: nn.Module, want: list[torch.Tensor], nbytes: int, run: Run) -> None:
+    """Check that a step has the same bits, and offloads as many bytes as before."""
+    statistics = measured(handle, lambda: equal(train(model, run, steps=1), want))
+    assert statistics.bytes_offloaded == nbytes
 
 
 def fails(module: nn.Module, args: Any) -> None:
@@ -30,10 +36,8 @@ def test_an_interrupt_at_every_bytecode_of_a_forward(run, files):
     want = train(model, run, steps=1)
     handle = offload(model, num_layers=2)
     train(model, run, steps=2)
-    handle.reset_statistics()
-    train(model, run, steps=1)
-    moved = handle.statistics().bytes_offloaded
-    assert moved > 0
+    nbytes = measured(handle, lambda: train(model, run, steps=1)).bytes_offloaded
+    assert nbytes > 0
     x = data()
     n, step = 0, 41 if files is ANY else 5
     with no_gc():
@@ -43,17 +47,13 @@ def test_an_interrupt_at_every_bytecode_of_a_forward(run, files):
                 with torch.autograd.graph.save_on_cpu():
                     model.blocks[0].scale.mul(2.0).square().sum().backward()
                 model.zero_grad(set_to_none=True)
-                handle.reset_statistics()
-                equal(train(model, run, steps=1), want)
-                assert handle.statistics().bytes_offloaded == moved
+                as_before(handle, model, want, nbytes, run)
                 if files is FOLLOWING:  # elsewhere it may come between a change and its count
                     nothing_held(handle)
             n += step
     assert n > 1000
     nothing_installed()
-    handle.reset_statistics()
-    equal(train(model, run, steps=1), want)
-    assert handle.statistics().bytes_offloaded == moved
+    as_before(handle, model, want, nbytes, run)
 
 
 def test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward():
@@ -82,9 +82,7 @@ def test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward():
     thread.join()
     assert counts[0] > 500
     hook.remove()
-    handle.reset_statistics()
-    equal(train(model, steps=1), want)
-    assert handle.statistics().bytes_offloaded > 0
+    assert measured(handle, lambda: equal(train(model, steps=1), want)).bytes_offloaded > 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -4,19 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from whole_model import (
-    ROWS,
-    UNIT,
-    Attention,
-    Inside,
-    Mlp,
-    Wave,
-    Waves,
-    agrees,
-    bytes_of_a_step,
-    data,
-    offload,
-)
+from whole_model import ROWS, UNIT, Attention, Inside, Mlp, Wave, Waves, agrees, bytes_of_a_step, data, offload
 
 from actoffload.report import Reason
 

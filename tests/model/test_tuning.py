@@ -4,19 +4,7 @@ import logging
 
 import pytest
 import torch
-from timed_device import (
-    Timed,
-    TimedBlock,
-    TimedModel,
-    offload,
-    peaks,
-    seconds,
-    settle,
-    stage_of,
-    stages,
-    started,
-    step,
-)
+from timed_device import Timed, TimedBlock, TimedModel, offload, peaks, seconds, settle, stage_of, stages, started, step
 from torch import nn
 from whole_model import nothing_installed
 

@@ -170,15 +170,21 @@ def test_blocks_that_are_skipped_at_random(seed):
 # Failures in each stage
 
 
+@pytest.fixture(params=PASSES)
+def begun(request: pytest.FixtureRequest) -> tuple:
+    """Return a device, a model that has run some of its first steps, and its handle."""
+    device, model, handle = small()
+    for _ in range(request.param):
+        step(model)
+    return device, model, handle
+
+
 class BrokenError(Exception):
     pass
 
 
-@pytest.mark.parametrize("at", PASSES)
-def test_an_exception_in_forward_and_in_backward(at):
-    device, model, handle = small()
-    for _ in range(at):
-        step(model)
+def test_an_exception_in_forward_and_in_backward(begun):
+    device, model, handle = begun
 
     def broken(*args):
         raise BrokenError
@@ -216,15 +222,6 @@ def test_an_interrupt_anywhere_in_a_stage(at):
 
 
 # The handle in each stage
-
-
-@pytest.fixture(params=PASSES)
-def begun(request: pytest.FixtureRequest) -> tuple:
-    """Return a device, a model that has run some of its first steps, and its handle."""
-    device, model, handle = small()
-    for _ in range(request.param):
-        step(model)
-    return device, model, handle
 
 
 @pytest.mark.parametrize("at", PASSES)

@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import (
-    BLOCKS,
-    STEPS,
-    WIDTH,
-    Block,
-    StoppedError,
-    Stopping,
-    held,
-    make,
-    offloaded,
-    same,
-    train,
-)
+from pipeline_programs import BLOCKS, STEPS, WIDTH, Block, StoppedError, Stopping, held, make, offloaded, same, train
 from torch import nn
 from torch.distributed import pipelining
 

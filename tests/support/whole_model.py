@@ -153,6 +153,11 @@ def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> acto
     return handle.statistics()
 
 
+def moved(handle: actoffload.OffloadHandle, run: Callable[[Tensor], Tensor]) -> int:
+    """Return the bytes that a handle offloads in a forward and backward of `run`."""
+    return measured(handle, lambda: run(start()).sum().backward()).bytes_offloaded
+
+
 def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
     """Return a step of a model."""
     return lambda: model(data(seed)).sum().backward()
