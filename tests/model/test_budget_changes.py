@@ -180,6 +180,7 @@ def refused(handle: actoffload.OffloadHandle) -> int:
     return handle.statistics().tensors_kept.get(Reason.HOST_FULL, 0)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::actoffload.HostMemoryWarning")
 @pytest.mark.parametrize("how", ["max_host_bytes", "available", "refused"])
 @pytest.mark.parametrize("recompute", ["auto", False])
 def test_the_plan_recomputes_what_the_host_has_no_room_for(how, recompute):
@@ -187,12 +188,10 @@ def test_the_plan_recomputes_what_the_host_has_no_room_for(how, recompute):
     device.says = how == "available"
     model = TimedModel(device, 12)
     limit = ROOM if how == "max_host_bytes" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle = offload(model, device, memory_budget=BUDGET, max_host_bytes=limit, recompute=recompute)
-        found = peaks(model, device, 10)
-        assert recompute is False or how == "refused" or max(found) <= BUDGET, "in the first passes, too"
-        assert not handle.settling
+    handle = offload(model, device, memory_budget=BUDGET, max_host_bytes=limit, recompute=recompute)
+    found = peaks(model, device, 10)
+    assert recompute is False or how == "refused" or max(found) <= BUDGET, "in the first passes, too"
+    assert not handle.settling
     held, before = handle.statistics().host_bytes, refused(handle)
     taken = seconds(model, device)
     assert refused(handle) == before, "the plan asks for no more than there is"

@@ -25,17 +25,14 @@ LARGE = 10**20
     [
         ({"num_layers": -1}, "num_layers is -1; expected a whole number, at least 0, or None"),
         ({"num_layers": 6}, "num_layers is 6, but there are 6 groups of the kind layer, and the last has to stay"),
-        ({"num_layers": 2.5}, "num_layers is 2.5"),
         ({"num_layers": True}, "num_layers is True"),
         ({"fraction": 1.01}, "fraction is 1.01; expected a part of the groups, from 0.0 to 1.0"),
-        ({"fraction": True}, "fraction is True; expected a part of the groups, from 0.0 to 1.0"),
         ({"fraction": math.nan}, "fraction is nan"),
         ({"fraction": "half"}, "fraction is 'half'"),
         ({"min_bytes": -1}, "min_bytes is -1; expected a number of bytes"),
         ({"min_bytes": "1 megabyte"}, "min_bytes is '1 megabyte'; expected a number of bytes, or text such as '24GiB'"),
         ({"min_bytes": None}, "min_bytes is None"),
         ({"max_host_bytes": "lots"}, "max_host_bytes is 'lots'; expected a number of bytes"),
-        ({"max_host_bytes": 1e9}, "max_host_bytes is 1000000000.0"),
         ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1"),
         ({"layers": 3}, "layers got an int"),
         ({"layers": []}, "layers is empty"),
@@ -44,7 +41,6 @@ LARGE = 10**20
         ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),
         ({"layers": "blocks", "keep": "blocks.2"}, "'blocks.2' is chosen by layers and by keep"),
         ({"layers": ""}, "layers has an empty name; expected a dotted path"),
-        ({"layers": [""]}, "layers has an empty name; expected a dotted path"),
         ({"layers": ["0", 5]}, "layers has an int among its entries; expected a dotted path"),
         ({"keep": ""}, "keep has an empty name; expected a dotted path"),
         ({"num_layers": LARGE}, rf"num_layers is {LARGE}; expected a whole number, or None below 2\*\*63\."),
@@ -77,6 +73,8 @@ def test_what_is_no_module_is_refused():
         offload(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="offload got a list"):
         offload([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"OffloadHandle\.of got 5; expected the model that offload was called with"):
+        actoffload.OffloadHandle.of(5)
 
 
 def test_a_model_without_modules_inside_is_refused():
@@ -123,11 +121,6 @@ def test_a_script_module_is_refused():
         offload(model, layers=list(model.blocks))
     nothing_installed(model)
     assert type(model) is Waves
-
-
-def test_the_handle_of_what_is_no_module():
-    with pytest.raises(TypeError, match=r"OffloadHandle\.of got 5; expected the model that offload was called with"):
-        actoffload.OffloadHandle.of(5)
 
 
 def test_disabled_saved_tensor_hooks_have_a_sentence_of_their_own():

@@ -57,10 +57,9 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, count=10):
+    def __init__(self, blocks):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(count)])
-        self.skipped = set()
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x):
         for block in self.blocks:
@@ -68,11 +67,12 @@ class Blocks(nn.Module):
         return x
 
 
-def make(link, budget, **more):
+def make(link, budget, blocks=None):
+    """Return a device, a model of these blocks or of ten, and its handle."""
     device = Timed(link, link, memory=2**40)
     DEVICES.append(device)
-    model = Blocks()
-    return device, model, offload(model, device, memory_budget=budget, min_bytes=2**16, **more)
+    model = Blocks([Block() for _ in range(10)] if blocks is None else blocks)
+    return device, model, offload(model, device, memory_budget=budget, min_bytes=2**16)
 
 
 @pytest.mark.parametrize(("link", "budget"), [(1e6, 24 * MIB), (3e6, 32 * MIB)])
@@ -107,8 +107,7 @@ def test_budgets_are_never_exceeded_whatever_outputs_are_saved(part):
     """Memory of a way to run a group follows from its operators."""
     device = Timed(3e6, 3e6, memory=2**40)
     DEVICES.append(device)
-    model = Blocks(4)
-    model.blocks = nn.ModuleList([Long() for _ in model.blocks])
+    model = Blocks([Long() for _ in range(4)])
     (without,) = peaks(model, device, 1)
     budget = 25 * MIB + (without - 25 * MIB) * part // 10
     handle = offload(model, device, memory_budget=budget, min_bytes=2**16)
@@ -130,11 +129,8 @@ class Sized(Block):
 
 
 def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators():
-    device = Timed(1e6, 1e6, memory=2**40)
-    DEVICES.append(device)
-    model = Blocks()
-    model.blocks = nn.ModuleList([Sized(2, True), Sized(1, True), *(Sized(1, False) for _ in range(5))])
-    handle = offload(model, device, memory_budget=36 * MIB, min_bytes=2**16)
+    blocks = [Sized(2, True), Sized(1, True), *(Sized(1, False) for _ in range(5))]
+    device, model, handle = make(1e6, 36 * MIB, blocks)
     stages(handle, lambda: step(model), 8)
     assert not handle.settling
     assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
@@ -152,11 +148,7 @@ class Returning(Block):
 
 def test_what_is_expected_of_each_way_is_what_it_saves():
     """An output that is returned is an input of the next group, which saves it whether this one does or not."""
-    device = Timed(1e5, 1e5, memory=2**40)
-    DEVICES.append(device)
-    model = Blocks(6)
-    model.blocks = nn.ModuleList([Returning() for _ in model.blocks])
-    handle = offload(model, device, memory_budget=18 * MIB, min_bytes=2**16)
+    device, model, handle = make(1e5, 18 * MIB, [Returning() for _ in range(6)])
     stages(handle, lambda: step(model), 8)
     ways = handle._tracker.steering.found.ways[2]
     handle.remove()

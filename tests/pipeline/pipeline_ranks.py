@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import same_bits
-from pipeline_programs import SPLIT, Block, Computing, Skipping, block_bytes, compare, loss, make, offloaded, train
+from pipeline_programs import (
+    SPLIT,
+    Block,
+    Computing,
+    Skipping,
+    block_bytes,
+    compare,
+    held,
+    loss,
+    make,
+    offloaded,
+    train,
+)
 from processes import LIMIT
 from timed_device import Timed
 from torch import nn
@@ -42,31 +54,18 @@ class Nothing(nn.Module):
         return x * self.scale
 
 
-def fails(arguments: dict[str, Any], *, empty: bool = False) -> dict[str, Any]:
-    """Return the error of the first step, and whether the next one runs without offload."""
+def fails(*arguments: dict[str, Any], empty: bool = False) -> dict[str, Any]:
+    """Offload with the arguments of each rank; return the error of the first step, after which the next one runs."""
     rank = dist.get_rank()
     module = (lambda stage: Nothing()) if empty and rank else (lambda stage: nn.Sequential(Block(), Block(), Block()))
     schedule, modules = make("Schedule1F1B", 4, module=module)
-    handle = offloaded(schedule, **arguments)
+    handle = offloaded(schedule, **arguments[rank])
     try:
         train(schedule, modules, 1)
     except ValueError as error:
         train(schedule, modules, 1)
         return {"message": str(error), "installed": handle.installed, "followed": type(modules[0]).__name__}
     return {"message": ""}
-
-
-def different() -> dict[str, Any]:
-    return fails({"fraction": 0.5 if dist.get_rank() else None})
-
-
-def different_policies() -> dict[str, Any]:
-    aten = torch.ops.aten
-    return fails({"recompute": [aten.addmm.default if dist.get_rank() else aten.mm.default]})
-
-
-def without_layers() -> dict[str, Any]:
-    return fails({}, empty=True)
 
 
 def refused(wrong: Callable[[Any], Any], rank: int, *, copies: bool = False) -> dict[str, Any]:
@@ -102,10 +101,6 @@ def unknown(schedule: Any) -> None:
     offloaded(pipelining.schedules._ScheduleForwardOnly(schedule._stage, 4))
 
 
-def with_fraction(schedule: Any) -> None:
-    offloaded(schedule, fraction=1.5)
-
-
 def offloaded_on(rank: int) -> dict[str, Any]:
     """Run steps that are offloaded on one rank alone; return what it warns of, and whether it is offloaded then."""
     schedule, modules = make("Schedule1F1B", 4)
@@ -128,11 +123,13 @@ def removed() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(schedule, modules, 2)
-    held = handle.statistics().resident_bytes, handle.statistics().host_bytes_used
+    held_bytes = held(handle)
     handle.remove()
-    return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held}
+    return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held_bytes}
 
 
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+with_fraction = partial(offloaded, fraction=1.5)
 REFUSED = {
     "a wrong number on the first rank": partial(refused, with_fraction, 0),
     "a wrong number on the second rank": partial(refused, with_fraction, 1),
@@ -140,11 +137,11 @@ REFUSED = {
     "a wrong number in a copy": partial(refused, with_fraction, 1, copies=True),
 }
 BAD = {
-    "different arguments": different,
-    "different policies": different_policies,
-    "a stage without layers": without_layers,
-    "the first rank alone": lambda: offloaded_on(0),
-    "the second rank alone": lambda: offloaded_on(1),
+    "different arguments": partial(fails, {"fraction": None}, {"fraction": 0.5}),
+    "different policies": partial(fails, *({"recompute": [product]} for product in PRODUCTS)),
+    "a stage without layers": partial(fails, {}, {}, empty=True),
+    "the first rank alone": partial(offloaded_on, 0),
+    "the second rank alone": partial(offloaded_on, 1),
     "removed on one rank": removed,
 }
 
