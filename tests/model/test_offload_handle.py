@@ -143,8 +143,11 @@ def test_as_a_context_manager():
 
 def test_a_dropped_handle_is_found_again():
     model = Waves(6)
+    assert actoffload.OffloadHandle.of(model) is None
     offload(model, num_layers=3)
     found = actoffload.OffloadHandle.of(model)
+    for other in (copy.deepcopy(model), model.blocks):
+        assert actoffload.OffloadHandle.of(other) is None
     step(model)
     assert found.statistics().bytes_offloaded == 3 * 2 * UNIT
     assert len(found.report().offloaded_groups) == 3
@@ -156,14 +159,6 @@ def test_a_dropped_handle_is_found_again():
     nothing_installed()
     found.remove()
     assert offload(model).installed
-
-
-def test_the_handle_of_a_model_that_is_not_offloaded():
-    model = Waves(6)
-    assert actoffload.OffloadHandle.of(model) is None
-    offload(model)
-    assert actoffload.OffloadHandle.of(copy.deepcopy(model)) is None
-    assert actoffload.OffloadHandle.of(model.blocks) is None
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -74,15 +74,12 @@ def test_positions_are_in_the_order_of_execution() -> None:
     assert PLAN.offloaded_bytes == 2**20 * 2 + 2**21
 
 
-def test_text() -> None:
+def test_text_and_copies() -> None:
     lines = str(PLAN).splitlines()
     assert lines[0] == "rank 1"
     assert lines[3].split() == ["0", "a", "2", "of", "2", "-", "2.0", "MiB", "-"]
     assert lines[5].split() == ["2", "c", "1", "of", "2", "2.0", "MiB", "2.0", "MiB", "yes"]
     assert lines[-1] == "Expected: peak 4.0 MiB; step 12.00 ms, 10.00 ms without offloading. As a test."
-
-
-def test_copies() -> None:
     assert pickle.loads(pickle.dumps(PLAN)) == PLAN
 
 

@@ -104,10 +104,6 @@ def blocks(number: int, kind=Block) -> nn.ModuleList:
 shared = Block()
 
 PLAIN = {
-    "layers between embedding and head": (
-        Parts(embed=nn.Embedding(9, 4), layers=blocks(12), head=nn.Linear(4, 9)),
-        {"layers.*": 12},
-    ),
     "two layers": (Parts(layers=blocks(2)), {"layers.*": 2}),
     "a dictionary of layers": (
         Parts(layers=nn.ModuleDict({str(k): Block() for k in range(5)}), norm=nn.LayerNorm(4)),
@@ -118,22 +114,15 @@ PLAIN = {
     "one block, six times": (Parts(layers=nn.ModuleList([shared] * 6)), {"layers.*": 1}),
     "hybrid": (Parts(layers=nn.ModuleList([Mamba(), Mamba(), Block(), Mamba()])), {"layers.*": 4}),
     "a last block of another type": (Parts(layers=nn.ModuleList([*blocks(3, Mlp), Projection()])), {"layers.*": 4}),
-    "hybrid in a Sequential": (
-        nn.Sequential(*(Block() if k == 3 else Mamba() for k in range(8))),
-        {"*": 8},
-    ),
-    "two stacks": (Parts(encoder=Parts(layers=blocks(6)), decoder=Parts(layers=blocks(2, Mamba))), None),
     "layers that a stage of a pipeline does not have": (
         Parts(layers=nn.ModuleList([nn.Identity(), nn.Identity(), *blocks(2)])),
         {"layers.*": 2},
     ),
 }
-PLAIN["two stacks"] = (PLAIN["two stacks"][0], {"encoder.layers.*": 6, "decoder.layers.*": 2})
 
 PARTS = {
     "experts are parts": (Parts(layers=blocks(4, MoeBlock)), {"layers.*": 4}),
     "experts in the block itself": (Parts(layers=blocks(2, DirectMoeBlock)), {"layers.*": 2}),
-    "a dense block first": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(), MoeBlock()])), {"layers.*": 3}),
     "a dense block and one with experts": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock()])), {"layers.*": 2}),
     "experts in the second of two blocks": (
         Parts(layers=nn.ModuleList([DirectMoeBlock(0), DirectMoeBlock(8)])),
