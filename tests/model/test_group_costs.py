@@ -53,8 +53,7 @@ def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) ->
     measure = script.layer_costs
     monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
     handle = offload(model, device, recompute=False, **options)
-    for _ in range(6):
-        step(model)
+    step(model, times=6)
     return found[0], handle
 
 

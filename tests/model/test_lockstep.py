@@ -72,10 +72,12 @@ class Program:
     def exchange(self, name: str, members: range) -> Exchange:
         return Exchange(name, self.local.rank, members, lambda: self.store)
 
-    def add(self, link: float = 1e4, memory: int | None = None, count: int = 8, nbytes: int = 4 * KIB, **more) -> Rank:
-        device = Timed(link, link, memory=memory)
-        model = TimedModel(device, count, nbytes=nbytes)
-        self.ranks.append(Rank(len(self.ranks), device, model, offload(model, device, **more)))
+    def add(self, link: float = 1e4, memory: int | None = None, count: int = 8, *, number: int = 1, **more) -> Rank:
+        """Add some ranks; return the last one."""
+        for _ in range(number):
+            device = Timed(link, link, memory=memory)
+            model = TimedModel(device, count, nbytes=4 * KIB)
+            self.ranks.append(Rank(len(self.ranks), device, model, offload(model, device, **more)))
         return self.ranks[-1]
 
     def run(self, passes: int, *, together: bool = True) -> list[str]:
@@ -168,8 +170,7 @@ def test_groups_that_are_found_and_recomputed(program):
 
 @pytest.mark.parametrize("demanding", [0, 2])
 def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
-    for _ in range(3):
-        program.add(1e3, 2**40, 12, memory_budget=32 * KIB, recompute=False)
+    program.add(1e3, 2**40, 12, memory_budget=32 * KIB, recompute=False, number=3)
     rank = program.ranks[demanding]
     more = rank.device.count(torch.zeros(6 * KIB // 4))
     for each in program.ranks:
@@ -185,8 +186,7 @@ def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
 
 
 def test_a_rank_that_comes_late(program):
-    for _ in range(2):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=2)
     program.ranks[1].before = {0: lambda _: time.sleep(0.3), 3: lambda _: time.sleep(0.2)}
     program.ranks[0].before = {2: lambda _: time.sleep(0.2)}
     assert program.run(8, together=False) == []
@@ -246,8 +246,7 @@ def test_ranks_recompute_the_same_groups_where_one_has_more_memory_allocated(pro
 
 
 def test_steady_passes_post_nothing(program, monkeypatch):
-    for _ in range(2):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=2)
     program.run(10)
     calls, call = [], Exchange._call
     monkeypatch.setattr(Exchange, "_call", lambda self, *a: (calls.append(a[0]), call(self, *a))[1])
@@ -267,8 +266,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("passes", [0, 1, 2])
 @pytest.mark.parametrize("number", [0, 2], ids=["the deciding rank", "another rank"])
 def test_a_rank_stops(program, number, passes):
-    for _ in range(3):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=3)
     program.ranks[number].passes = passes
     said = program.run(10, together=False)
     first, second = (rank for rank in program.ranks if rank.number != number)
@@ -292,8 +290,7 @@ def ended(rank: Rank) -> None:
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("number", [0, 1], ids=["the deciding rank", "another rank"])
 def test_offloading_ends_in_one_rank_only(program, number, at):
-    for _ in range(3):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=3)
     program.ranks[number].before[at] = ended
     found = program.run(at + 6)
     assert len(found) == (2 if number == 0 and at < 4 else 0)
@@ -305,8 +302,7 @@ def test_offloading_ends_in_one_rank_only(program, number, at):
 
 
 def test_a_step_is_recorded_in_one_rank_only(program):
-    for _ in range(2):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=2)
     first = program.ranks[0]
     blocks: list[Any] = []
 
@@ -320,8 +316,7 @@ def test_a_step_is_recorded_in_one_rank_only(program):
 
 
 def test_the_process_group_is_destroyed(program):
-    for _ in range(2):
-        program.add(**LIMITED)
+    program.add(**LIMITED, number=2)
 
     def destroy(rank: Rank) -> None:
         program.store = None
@@ -370,8 +365,7 @@ def measured_again(rank: Rank) -> list[int]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_memory_is_taken_later(program, rank):
-    for _ in range(2):
-        program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False)
+    program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False, number=2)
     states: list[torch.Tensor] = []
     program.ranks[rank].before[14] = lambda rank: states.append(rank.device.count(torch.zeros(8 * KIB // 4)))
     for each in program.ranks:
@@ -387,8 +381,7 @@ def test_a_rank_whose_memory_is_taken_later(program, rank):
 
 
 def test_a_budget_that_is_too_small_for_one_rank(program):
-    for _ in range(2):
-        program.add(1e6, 2**40, 12, memory_budget=8 * KIB, recompute=False)
+    program.add(1e6, 2**40, 12, memory_budget=8 * KIB, recompute=False, number=2)
     more = program.ranks[1].device.count(torch.zeros(6 * KIB // 4))
     found = program.run(6)
     peak = program.ranks[0].handle.plan.peak_bytes + more.nbytes
@@ -397,8 +390,7 @@ def test_a_budget_that_is_too_small_for_one_rank(program):
 
 
 def test_offloading_ends_after_measuring_again_was_announced(program):
-    for _ in range(2):
-        program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False)
+    program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False, number=2)
     states: list[torch.Tensor] = []
     first = program.ranks[0]
     first.before[14] = lambda rank: states.append(rank.device.count(torch.zeros(8 * KIB // 4)))

@@ -170,8 +170,7 @@ def test_a_budget_that_no_plan_reaches(memory):
     device, model, handle = started(count=8, memory=memory, memory_budget="1MiB")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for _ in range(12):
-            step(model)
+        step(model, times=12)
     (warning,) = found
     want = "memory_budget is 1.0 MiB, but the smallest peak that a plan reaches is 4.0 MiB: that plan is used."
     assert str(warning.message) == want

@@ -4,17 +4,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
-from whole_model import (
-    UNIT,
-    Wave,
-    Waves,
-    agrees,
-    backward,
-    bytes_of_a_step,
-    data,
-    measured,
-    offload,
-)
+from whole_model import UNIT, Wave, Waves, agrees, backward, bytes_of_a_step, data, measured, offload
 
 from actoffload.report import Reason
 

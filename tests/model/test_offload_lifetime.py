@@ -116,8 +116,7 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
             inside[0] = False
 
     hook = model.blocks[3].register_forward_pre_hook(other)
-    for _ in range(9):
-        step(model)
+    step(model, times=9)
     hook.remove()
     step(model)
     assert not handle.settling
@@ -161,15 +160,13 @@ def test_nothing_is_measured_while_a_graph_is_captured():
 def test_a_capture_in_the_first_passes(before, memory):
     """It takes no host memory, which would warn, makes no timed event, and ends no pass that is measured."""
     device, model, handle = small(memory=memory, recompute=False)
-    for _ in range(before):
-        step(model)
+    step(model, times=before)
     record, events = device.record_timed, list[bool]()
     device.record_timed = lambda stream: (events.append(device.capturing()), record(stream))[1]
     device.capturing = lambda: True
     step(model)
     device.capturing = lambda: False
-    for _ in range(8):
-        step(model)
+    step(model, times=8)
     assert not any(events)
     assert not handle.settling
     left(handle, model)
@@ -183,8 +180,7 @@ def test_a_capture_in_the_first_passes(before, memory):
 def test_no_cycles(at, pending):
     with no_gc():
         _device, model, handle = small()
-        for _ in range(at):
-            step(model)
+        step(model, times=at)
         y = model(torch.zeros(4, requires_grad=True)).sum()
         if not pending:
             y.backward()
@@ -245,8 +241,7 @@ def test_calls_of_a_forward_in_the_steady_state(memory, most):
     found = []
     for count in (10, 20, 40):
         _device, model, handle = small(count=count, memory=memory)
-        for _ in range(8):
-            step(model)
+        step(model, times=8)
         assert bool(handle.plan.offloaded) == (memory < 2**30)
         x = torch.zeros(4, requires_grad=True)
         found.append(min(calls(lambda model=model, x=x: model(x)) for _ in range(3)))

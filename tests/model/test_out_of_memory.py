@@ -162,8 +162,7 @@ def test_a_first_pass_replays_already(more, advised):
 
 def test_where_nothing_is_followed_the_plan_says_what_is_kept(monkeypatch):
     _device, model, handle = small(memory=100 * MIB)
-    for _ in range(6):
-        step(model)
+    step(model, times=6)
     assert not handle.settling
     assert not handle.plan.offloaded
     monkeypatch.setattr(TimedBlock, "forward", fail)

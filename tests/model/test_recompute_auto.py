@@ -84,8 +84,7 @@ def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloadi
 def test_new_host_memory_does_not_count_as_compute(layers):
     device, model, handle = started(3e5, memory_budget=20 * MIB, layers=layers)
     device.pinning = 1e-5
-    for _ in range(13):
-        step(model)
+    step(model, times=13)
     assert handle.plan.recomputed
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
@@ -95,8 +94,7 @@ def test_new_host_memory_does_not_count_as_compute(layers):
 def test_the_next_choice_of_the_report_is_true(budget):
     """What it says is done: a smaller peak, at no more than the cost that was given."""
     device, model, handle = started(6e5, memory_budget=budget)
-    for _ in range(14):
-        step(model)
+    step(model, times=14)
     choice = handle.report().next_choice
     cost, given = re.fullmatch(r'A peak .* at most (.*) x the time .*: memory_budget="(.*)"\.', choice).groups()
     before = handle.plan.peak_bytes

@@ -181,7 +181,6 @@ def test_operators_are_timed_in_three_groups_that_do_the_same(monkeypatch):
     measure = replays.measure
     monkeypatch.setattr(replays, "measure", lambda *args: (found.append(args[0]), measure(*args))[1])
     _, model, handle = make(2e6, 28 * MIB)
-    for _ in range(6):
-        step(model)
+    step(model, times=6)
     assert len(found) == replays.TIMED == 3
     assert len(handle.plan.recomputed) > 3, "the others have costs, too"

@@ -21,8 +21,7 @@ BLOCK = 4 * MIB
 def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel, **more):
     """Return a model and its handle, after some steps with the plan that was measured."""
     _device, model, handle = started(link, kind=kind, memory_budget=budget, **more)
-    for _ in range(18):
-        step(model)
+    step(model, times=18)
     assert not handle.settling
     return model, handle
 
@@ -45,11 +44,8 @@ def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
         assert group.bytes_offloaded == (group.bytes_saved if k in plan.offloaded else 0)
     assert report.totals.bytes_recomputed == sum(plan.recomputed_nbytes)
     # What the plan is expected to cost.
-    assert (report.peak_bytes, report.seconds, report.baseline_peak_bytes) == (
-        plan.peak_bytes,
-        plan.seconds,
-        12 * BLOCK,
-    )
+    assert (report.peak_bytes, report.seconds) == (plan.peak_bytes, plan.seconds)
+    assert report.baseline_peak_bytes == 12 * BLOCK
     assert str(report).startswith(f"Saves {size(report.baseline_peak_bytes - plan.peak_bytes)}: the peak is ")
     assert f" A pass takes {milliseconds(plan.seconds)} instead of " in report.gain
     with handle.recording():
@@ -92,8 +88,7 @@ def test_activations_that_are_recomputed_lie_in_groups():
 def test_groups_that_are_recomputed_in_any_case():
     """Only the first call of the first one is not; how many bytes the others would save is not known."""
     _device, model, handle = started(1e9, 6, recompute=True)
-    for _ in range(14):
-        step(model)
+    step(model, times=14)
     report = handle.report()
     assert not report.totals.offloaded
     assert all(group.recomputed and not group.bytes_saved for group in report.groups)
@@ -201,8 +196,7 @@ def test_a_step_with_a_plan_that_was_given_is_recorded():
     model = TimedModel(device)
     plan = Plan.of(8, copied({0: (5, 2)}), names=tuple(f"blocks.{k}" for k in range(8)), nbytes=(BLOCK,) * 8)
     handle = offload(model, device, layers=None, plan=plan)
-    for _ in range(3):
-        step(model)
+    step(model, times=3)
     with handle.recording():
         step(model)
     assert handle.report().step_seconds == pytest.approx(24.0)

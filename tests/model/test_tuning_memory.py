@@ -25,16 +25,14 @@ def limited(mebibytes: float, link: float = 1e7, count: int = 12, **options) -> 
 def leanest(layers: str | None = "blocks", recompute: str | bool = False) -> int:
     """Return the peak of the plan that offloads everything, which the first passes need."""
     device, model, _handle = limited(2**20, layers=layers, recompute=recompute)
-    for _ in range(2):
-        step(model)
+    step(model, times=2)
     return device.created.peak
 
 
 @pytest.mark.parametrize("recompute", REPLAY)
 def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
     device, model, _handle = limited(2**20, fraction=1.0, recompute=bool(recompute))
-    for _ in range(3):
-        step(model)
+    step(model, times=3)
     assert leanest("blocks", recompute) <= device.created.peak + MIB
     assert leanest(None, recompute) <= device.created.peak + BLOCK
 

@@ -124,8 +124,7 @@ def test_groups_without_a_backward():
     model = Frozen(device)
     handle = offload(model, device)
     assert stages(handle, lambda: step(model), 2) == ["FIRST", "LEAN"]
-    for _ in range(11):
-        step(model)
+    step(model, times=11)
     assert handle.plan.offloaded_bytes == 2 * BLOCK
     assert seconds(model, device) == pytest.approx(8 * 1.0 + 4 * 2.0)
 
@@ -148,8 +147,7 @@ def test_a_teacher_without_gradients():
     model = Taught(device)
     handle = offload(model, device, layers=None)
     assert stages(handle, lambda: step(model), 3) == ["FIRST", "LEAN", "PLAN"]
-    for _ in range(4):
-        step(model)
+    step(model, times=4)
     assert not handle.settling
     assert {handle.groups[k].partition(".")[0] for k in handle.plan.offloaded} == {"student"}
 
@@ -174,8 +172,7 @@ def test_blocks_that_are_skipped_at_random(seed):
 def begun(request: pytest.FixtureRequest) -> tuple:
     """Return a device, a model that has run some of its first steps, and its handle."""
     device, model, handle = small()
-    for _ in range(request.param):
-        step(model)
+    step(model, times=request.param)
     return device, model, handle
 
 
@@ -209,12 +206,10 @@ def test_an_interrupt_anywhere_in_a_stage(at):
     n, more = at, True
     while more:
         _device, model, handle = small(count=4)
-        for _ in range(at):
-            step(model)
+        step(model, times=at)
         more = interrupted(lambda model=model: step(model), n, TUNING)
         nothing_installed(model)
-        for _ in range(12):
-            step(model)
+        step(model, times=12)
         assert handle.plan.offloaded == (0, 1)
         assert not handle.settling
         n += 797
@@ -227,8 +222,7 @@ def test_an_interrupt_anywhere_in_a_stage(at):
 @pytest.mark.parametrize("at", PASSES)
 def test_recording_in_each_stage(at):
     device, model, handle = small(recompute=False)
-    for _ in range(at):
-        step(model)
+    step(model, times=at)
     with handle.recording():
         step(model)
     report = handle.report()
@@ -252,8 +246,7 @@ def test_paused_in_each_stage(begun):
     device, model, handle = begun
     y = model(torch.zeros(4, requires_grad=True)).sum()
     with handle.paused():
-        for _ in range(3):
-            step(model)
+        step(model, times=3)
     y.backward()
     del y
     done(handle, model, device)

@@ -13,19 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import same_bits
-from pipeline_programs import (
-    SPLIT,
-    Block,
-    Computing,
-    Skipping,
-    block_bytes,
-    compare,
-    held,
-    loss,
-    make,
-    offloaded,
-    train,
-)
+from pipeline_programs import SPLIT, Block, Computing, Skipping, block_bytes, compare, loss, make, offloaded, train
 from processes import LIMIT
 from timed_device import Timed
 from torch import nn
@@ -123,9 +111,9 @@ def removed() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(schedule, modules, 2)
-    held_bytes = held(handle)
+    held = handle.statistics().resident_bytes, handle.statistics().host_bytes_used
     handle.remove()
-    return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held_bytes}
+    return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held}
 
 
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]

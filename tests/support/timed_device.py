@@ -205,9 +205,10 @@ def offload(model: nn.Module, device: Timed, **options: Any) -> actoffload.Offlo
         return actoffload.offload(model, **{"layers": "blocks", "min_bytes": 64, **options})
 
 
-def step(model: nn.Module, elements: int = 4) -> None:
-    """Run a step."""
-    model(torch.zeros(elements, requires_grad=True)).sum().backward()
+def step(model: nn.Module, elements: int = 4, *, times: int = 1) -> None:
+    """Run a step, or several."""
+    for _ in range(times):
+        model(torch.zeros(elements, requires_grad=True)).sum().backward()
 
 
 def seconds(model: nn.Module, device: Timed, elements: int = 4) -> float:
@@ -242,11 +243,11 @@ def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: in
     return found
 
 
-def settle(model: nn.Module, handle: actoffload.OffloadHandle, elements: int = 4, most: int = 20) -> int:
-    """Run steps until the plan is final; return how many."""
-    for number in range(most):
+def settle(model: nn.Module, handle: actoffload.OffloadHandle, elements: int = 4, most: int = 20) -> None:
+    """Run steps until the plan is final."""
+    for _ in range(most):
         if not handle.settling:
-            return number
+            return
         step(model, elements)
     raise AssertionError(f"There is no plan after {most} steps.")
 
@@ -270,8 +271,7 @@ def small(link: float = 2.5e6, count: int = 6, memory: int | None = 4 * BLOCK, *
 
 def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, passes: int = 12) -> None:
     """Check that there is a plan after some steps, which fit and are no longer than with replay of everything."""
-    for _ in range(passes):
-        step(model)
+    step(model, times=passes)
     assert not handle.settling
     assert set(handle.plan.offloaded) >= set(range(len(model.blocks) - 2))
     assert seconds(model, device) <= 4.0 * len(model.blocks)
