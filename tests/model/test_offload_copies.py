@@ -196,23 +196,15 @@ class Frozen(nn.Module):
         return torch.tanh(functional.linear(x * self.scale, self.weight.a))
 
 
-class Returned(nn.Module):
+class Returned(nn.Linear):
     """A block that returns a parameter beside its output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.inner(x)), self.inner.weight
+        return torch.tanh(super().forward(x)), self.weight
 
 
-class Tied(nn.Module):
+class Tied(Waves):
     """A model whose blocks return parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Returned() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -222,6 +214,10 @@ class Tied(nn.Module):
 
 def plain() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)])
+
+
+def tied() -> nn.Module:
+    return Tied(3, lambda: Returned(16, 16))
 
 
 def frozen() -> nn.Module:
@@ -236,7 +232,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 # Wrappers are swapped in any case.
-@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (frozen, True), (Tied, True), (frozen, False)])
+@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (frozen, True), (tied, True), (frozen, False)])
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_model_is_converted_by_swapping_its_weights(make_model, always, removed, monkeypatch):
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", always)

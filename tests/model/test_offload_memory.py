@@ -114,20 +114,8 @@ def test_what_is_saved_outside_while_a_group_has_it_is_kept_and_counted():
 
 def test_what_is_kept_outside_counts_each_storage_once():
     """Query, key and value are three views of one storage; outside of every group they are kept."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.before, self.after = Attention(), Attention()
-            self.mlps = nn.ModuleList([Mlp() for _ in range(4)])
-
-        def forward(self, x):
-            x = self.before(x)
-            for mlp in self.mlps:
-                x = x + mlp(x)
-            return self.after(x)
-
-    handle, statistics = agrees(Model(), lambda m, x: m(x.requires_grad_() * 1.0), steps=1, layers="mlps")
+    model = nn.Sequential(Attention(), *(Mlp() for _ in range(4)), Attention())
+    handle, statistics = agrees(model, lambda m, x: m(x.requires_grad_() * 1.0), steps=1, layers=Mlp)
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
     assert statistics.bytes_kept[Reason.OUTSIDE] == 2 * attention
     assert handle.report().outside[Reason.OUTSIDE][1] == 2 * attention

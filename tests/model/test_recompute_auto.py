@@ -8,6 +8,7 @@ from plan_calls import copied
 from timed_device import TimedModel, Work, peaks, seconds, settle, stages, started, step
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
+from whole_model import Waves, measured
 
 import actoffload
 from actoffload.schedule import Plan
@@ -104,12 +105,8 @@ def test_the_next_choice_of_the_report_is_true(budget):
     assert seconds(other, device) <= 36 * float(cost) * 1.01
 
 
-class Rotating(nn.Module):
+class Rotating(Waves):
     """Blocks that all save the same angles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Rotation() for _ in range(4)])
 
     def forward(self, x):
         angles = torch.linspace(0.0, 1.0, x.numel()).view(x.shape)
@@ -118,26 +115,21 @@ class Rotating(nn.Module):
         return x
 
 
-class Rotation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
+class Rotation(nn.Linear):
     def forward(self, x, angles):
-        return x + torch.tanh(self.linear(x)) * angles
+        return x + torch.tanh(super().forward(x)) * angles
 
 
 def test_what_a_recomputed_group_keeps_for_all_others_is_not_copied():
     """A copy from another group would free nothing, and its reload would take the same memory again."""
-    model, x = Rotating(), torch.randn(256, 64)
+    model, x = Rotating(4, lambda: Rotation(64, 64)), torch.randn(256, 64)
     names = tuple(f"blocks.{k}" for k in range(4))
     offloaded = {}
     for saves in ((), None):
         plan = Plan.of(4, copied({1: (2, 2)}), names=names, nbytes=(x.nbytes,) * 4, saves=(saves, None, None, None))
         handle = actoffload.offload(model, plan=plan, min_bytes=64)
         for _ in range(3):  # watched; followed as a whole; then the groups alone
-            handle.reset_statistics()
-            model(x).sum().backward()
-        offloaded[saves] = handle.statistics().bytes_offloaded
+            statistics = measured(handle, lambda: model(x).sum().backward())
+        offloaded[saves] = statistics.bytes_offloaded
         handle.remove()
     assert offloaded[None] - offloaded[()] == x.nbytes

@@ -56,23 +56,12 @@ class Block(nn.Module):
         return x + wide[: x.numel()].view(x.shape)
 
 
-class Blocks(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def make(link, budget, blocks=None):
     """Return a device, a model of these blocks or of ten, and its handle."""
     device = Timed(link, link, memory=2**40)
     DEVICES.append(device)
-    model = Blocks([Block() for _ in range(10)] if blocks is None else blocks)
-    return device, model, offload(model, device, memory_budget=budget, min_bytes=2**16)
+    model = nn.Sequential(*([Block() for _ in range(10)] if blocks is None else blocks))
+    return device, model, offload(model, device, layers=list(model), memory_budget=budget, min_bytes=2**16)
 
 
 @pytest.mark.parametrize(("link", "budget"), [(1e6, 24 * MIB), (3e6, 32 * MIB)])
@@ -107,10 +96,10 @@ def test_budgets_are_never_exceeded_whatever_outputs_are_saved(part):
     """Memory of a way to run a group follows from its operators."""
     device = Timed(3e6, 3e6, memory=2**40)
     DEVICES.append(device)
-    model = Blocks([Long() for _ in range(4)])
+    model = nn.Sequential(*(Long() for _ in range(4)))
     (without,) = peaks(model, device, 1)
     budget = 25 * MIB + (without - 25 * MIB) * part // 10
-    handle = offload(model, device, memory_budget=budget, min_bytes=2**16)
+    handle = offload(model, device, layers=list(model), memory_budget=budget, min_bytes=2**16)
     assert max(peaks(model, device, 12)) <= budget, "in the first passes, too"
     assert not handle.settling
 
@@ -156,7 +145,7 @@ def test_what_is_expected_of_each_way_is_what_it_saves():
     returned = "actoffload_tests.work.default#3"
     assert {returned in way.saves for way in ways} == {True, False}
     for way in ways:
-        handle = offload(model, device, num_layers=5, min_bytes=2**16)
+        handle = offload(model, device, layers=list(model), num_layers=5, min_bytes=2**16)
         step(model)
         plan = replace(handle.plan, saves=(way.saves,) * 6, recomputed_nbytes=(MIB,) * 6)
         handle.remove()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import nothing_held
 from interrupts import SOURCES, interrupted
-from timed_device import BLOCK, PASSES, Timed, TimedModel, done, offload, seconds, small, stages, step
+from timed_device import BLOCK, PASSES, Timed, TimedModel, done, offload, small, stages, step
 from torch import nn
 from whole_model import nothing_installed
 
@@ -105,28 +105,22 @@ def test_a_loop_over_the_groups_is_not_measured():
     nothing_held(handle)
 
 
-class Frozen(nn.Module):
-    """Its first blocks need no gradients, nor does the input; the next saves nothing before its weight."""
-
-    def __init__(self, device: Timed) -> None:
-        super().__init__()
-        self.model = TimedModel(device, 8, nbytes=BLOCK)
-        self.blocks = self.model.blocks
-        for block in self.blocks[:3]:
-            block.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x.detach())
-
-
 def test_groups_without_a_backward():
+    """The first blocks need no gradients, nor does the input; the next saves nothing before its weight."""
     device = Timed(2.5e6, 2.5e6, memory=4 * BLOCK)
-    model = Frozen(device)
+    model = TimedModel(device, 8, nbytes=BLOCK)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
     handle = offload(model, device)
-    assert stages(handle, lambda: step(model), 2) == ["FIRST", "LEAN"]
-    step(model, times=11)
+
+    def run() -> None:
+        model(torch.zeros(4)).sum().backward()
+
+    assert stages(handle, run, 13)[:2] == ["FIRST", "LEAN"]
     assert handle.plan.offloaded_bytes == 2 * BLOCK
-    assert seconds(model, device) == pytest.approx(8 * 1.0 + 4 * 2.0)
+    begun = device.main.now
+    run()
+    assert device.main.now - begun == pytest.approx(8 * 1.0 + 4 * 2.0)
 
 
 class Taught(nn.Module):

@@ -44,12 +44,6 @@ class Timely(AdversarialDevice):
         super().__init__(seed, order)
         self.memory = memory
 
-    def passed(self, event: object) -> bool:
-        return True
-
-    def in_use(self) -> int | None:
-        return None
-
     def host_time(self) -> float:
         return 0.0
 
@@ -65,12 +59,6 @@ class Timely(AdversarialDevice):
 
     def memory_limit(self) -> int | None:
         return self.memory
-
-    def out_of_memory_errors(self) -> int:
-        return 0
-
-    def release_device(self) -> None:
-        pass
 
     def synchronize(self, device: torch.device) -> None:
         """Between passes the host may wait."""

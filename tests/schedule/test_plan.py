@@ -169,6 +169,7 @@ def test_the_text_has_equal_groups_in_one_line():
     assert "Expected" not in str(unknown)
     assert unknown.expected == ""
     assert example().expected == "peak 10.0 MiB; pass 201.20 ms, 200.00 ms without offloading"
+    assert (example().offloaded_bytes, example().kept_bytes) == (5 * MIB, 7 * MIB)
     assert replace(example(), peak_bytes=1536, seconds=None).expected == "peak 1.5 KiB"
 
 
