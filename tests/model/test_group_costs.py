@@ -105,7 +105,18 @@ def test_what_all_groups_save_is_there_as_long_as_all_of_them(budget, link):
     assert device.created.peak <= handle.plan.peak_bytes <= 1.003 * device.created.peak
 
 
-@pytest.mark.parametrize("whole", [True, False])
+class WithoutInputs(nn.Module):
+    """A model that makes its input itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self) -> Tensor:
+        return self.inner(torch.randn(16, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize("whole", [True, False, "without inputs"])
 @pytest.mark.parametrize("alike", [True, False])
 def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(
     monkeypatch, alike, whole
@@ -118,21 +129,25 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
     device.behind = False
     widths = [8 if alike else 8 + k for k in range(7)]
     model = nn.Sequential(*[nn.Sequential(nn.Linear(n, m), nn.GELU(), nn.GELU()) for n, m in pairwise(widths)])
-    called = torch.compile(model, backend="eager") if whole else model
-    for block in () if whole else model:
+    called = torch.compile(model, backend="eager") if whole is True else model
+    for block in () if whole is True else model:
         block.compile(backend="eager")
-    handle = offload(called, device, layers="*")
+    inputs = (torch.randn(16, 8, requires_grad=True),)
+    if whole == "without inputs":
+        called, inputs = WithoutInputs(called), ()
+    layers = "inner.*" if whole == "without inputs" else "*"
+    handle = offload(called, device, layers=layers)
 
     def run() -> None:
-        called(torch.randn(16, 8, requires_grad=True)).sum().backward()
+        called(*inputs).sum().backward()
 
-    seen = stages(handle, run, 6)
-    want = ["FIRST", "LEAN", "PLAN", "PLAN"]
+    seen = stages(handle, run, 7)
+    want = ["FIRST", *(["FIRST"] if not inputs else []), "LEAN", "PLAN", "PLAN"]
     assert seen[: len(want) + 1] == [*want, ""]
     assert all(cost.unpacks_at_once for each in found for cost in each)
     planned = handle.plan.nbytes
     handle.remove()
-    as_it_is = offload(called, device, layers="*", recompute=False, fraction=1.0)
+    as_it_is = offload(called, device, layers=layers, recompute=False, fraction=1.0)
     for _ in range(3):
         run()
     saved = [group.bytes_saved for group in as_it_is.report().groups]

@@ -175,10 +175,12 @@ class Script:
         saved: dict[int, list[int]] = {}
         for each in traced:
             assert each.operators is not None
-            operators |= timed_operators(each, lean.elements)
-            larger = lean.elements / max(each.elements, 1)
+            # [guard: operators of inputs of another size -> True]
+            factor = lean.elements / each.elements if lean.elements and each.elements else 1.0
+            for number, costs_of_group in each.operators.costs().items():
+                operators[number] = [_larger(cost, factor) for cost in costs_of_group]
             for number, sizes in each.operators.saved.items():
-                saved[number] = [math.ceil(larger * nbytes) for nbytes in sizes]
+                saved[number] = [math.ceil(factor * nbytes) for nbytes in sizes]
         return ways_of(groups, costs, self._policies, operators, saved, self._backend.batch)
 
     def _fitted(self, plan: Plan) -> Steps:
@@ -324,18 +326,12 @@ def _run_once(again: LayerCost, sizes: Sequence[int]) -> LayerCost:
     )
 
 
-def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
-    """Return the operators of groups that a pass timed, as for inputs with as many elements."""
-    assert timed.operators is not None
-    larger = elements / timed.elements if elements and timed.elements else 1.0
-    costs = timed.operators.costs()
-    if larger == 1.0:
-        return costs
-
-    def scaled(operator: OperatorCost) -> OperatorCost:  # [guard: operators of inputs of another size]
-        sizes = tuple(math.ceil(larger * nbytes) for nbytes in operator.sizes)
-        seconds, returned = larger * operator.seconds, math.ceil(larger * operator.returned)
-        gradient = math.ceil(larger * operator.gradient)
-        return replace(operator, seconds=seconds, sizes=sizes, returned=returned, gradient=gradient)
-
-    return {group: list(map(scaled, each)) for group, each in costs.items()}
+def _larger(operator: OperatorCost, factor: float) -> OperatorCost:
+    """Return what an operator costs for inputs with `factor` times as many elements."""
+    return replace(
+        operator,
+        seconds=factor * operator.seconds,
+        sizes=tuple(math.ceil(factor * nbytes) for nbytes in operator.sizes),
+        returned=math.ceil(factor * operator.returned),
+        gradient=math.ceil(factor * operator.gradient),
+    )
