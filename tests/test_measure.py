@@ -9,7 +9,6 @@ from actoffload.measure import (
     Measurements,
     MemoryMeter,
     compare_steps,
-    describe_device,
     measure_link,
     measure_peak,
     measure_step_times,
@@ -17,7 +16,6 @@ from actoffload.measure import (
     trace_memory,
 )
 from actoffload.report.plots import plot_trace
-from actoffload.schedule import Link
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
@@ -88,21 +86,6 @@ def test_several_steps_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None
     assert measure_step_times({"step": step}, repeats=2, steps=4) == {"step": [0.25, 0.25]}
 
 
-def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
-    layer = nn.Linear(256, 256)
-    layer(torch.ones(1, 256)).sum().backward()
-    with MemoryMeter() as meter:
-        x = torch.ones(1024, 256)
-        y = layer(x)
-        del x
-        y = y.square().mean()
-        assert meter.bytes_in_use >= 2 * MIB  # the inputs of linear and of square
-        y.backward()
-        del y
-        assert meter.bytes_in_use == 0
-    assert meter.peak_bytes >= 3 * MIB
-
-
 def test_meter_leaves_nothing_behind_an_exception() -> None:
     meter = MemoryMeter()
 
@@ -145,16 +128,8 @@ def test_step_times_are_interleaved() -> None:
 
 def test_link_is_measured() -> None:
     link = measure_link(nbytes=MIB, repeats=2)
-    assert isinstance(link, Link)
     assert link.d2h > 1e6
     assert link.h2d > 1e6
-
-
-def test_device_without_an_accelerator() -> None:
-    info = describe_device()
-    assert info.reference
-    assert info.driver == ""
-    assert str(info).startswith("reference device (CPU), torch ")
 
 
 def measurements(*peaks: int, device: DeviceInfo | None = None, **more: int) -> Measurements:
@@ -217,26 +192,6 @@ def test_traces_have_a_value_at_each_border_and_leave_no_hook() -> None:
     assert not any(module._forward_hooks for module in model)
     ax = plot_trace({"step": trace})
     assert ax.lines[0].get_ydata()[3] == 4.0
-
-
-def stack(layers: nn.ModuleList, pair: tuple, rows: int = 1024) -> None:
-    context, sync = pair
-    layers.zero_grad(set_to_none=False)
-    x = torch.randn(rows, 256)
-    for layer in layers:
-        with context:
-            x = layer(x)
-        x = sync(x)
-    x.square().mean().backward()
-
-
-def test_compare_steps_finds_the_whole_drop() -> None:
-    layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
-    pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=8)
-    nothing = actoffload.get_cpu_offload_context(enabled=False)
-    result = compare_steps(lambda: stack(layers, nothing), lambda: stack(layers, pair), pair[0], repeats=1, steps=1)
-    assert result.bytes_offloaded == result.drop == 3 * MIB
-    assert result.ratio == 1.0
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -4,19 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from helpers import min_elements, plain, same_bits
-from torch import Tensor, nn
-from wrappers import ONE, N, Quantized, QuantizedTensor, Two, Uses, one_layer, values
+from torch import Tensor
+from wrappers import Quantized, QuantizedTensor, Two, Uses, one_layer, values
 
 import actoffload
 from actoffload.report import Reason
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_are_offloaded():
-    with min_elements(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 MARKED: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]] = {
@@ -37,43 +31,6 @@ def test_a_mark_applies_to_every_part(kind):
     assert alone.bytes_offloaded > 0
     assert statistics.bytes_offloaded == alone.bytes_offloaded
     assert statistics.tensors_kept[Reason.MARKED] == alone.tensors_offloaded
-
-
-def test_an_object_is_marked_and_used_by_a_fused_function():
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, keep):
-            quantized = Quantized(x)
-            if keep:
-                actoffload.mark_not_offload(quantized)
-            out = quantized.read() @ weight
-            parts, ctx.quantized = quantized.prepare_for_saving()
-            ctx.save_for_backward(weight, *parts)
-            return out
-
-        @staticmethod
-        def backward(ctx, grad):
-            weight, *parts = ctx.saved_tensors
-            assert ctx.quantized.restore_from_saved(parts) == []
-            return grad @ weight.t(), ctx.quantized.read().t() @ grad, None
-
-    class Layer(nn.Module):
-        def __init__(self, keep: bool) -> None:
-            super().__init__()
-            self.weight, self.keep = nn.Parameter(values()), keep
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Fused.apply(x, self.weight, self.keep)
-
-    for keep in (False, True):
-        layer = Layer(keep)
-        x = torch.ones(N, N, requires_grad=True)
-        wanted = torch.autograd.grad(plain([layer], x * 1.0).sum(), [x, layer.weight])
-        grad, statistics = one_layer(layer)
-        assert same_bits(grad, wanted[0])
-        assert same_bits(layer.weight.grad, wanted[1])
-        assert statistics.bytes_offloaded == (0 if keep else ONE // 2)
-        assert statistics.tensors_kept.get(Reason.MARKED, 0) == (2 if keep else 0)
 
 
 class HasDataTensors:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make, min_elements, nothing_held, same_bits
+from helpers import forward, make, nothing_held, same_bits
 
 import actoffload
 from actoffload.device import ReferenceDevice
@@ -11,10 +11,7 @@ from actoffload.schedule import Kind
 ONE = 64 * 64 * 4
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_are_offloaded():
-    with min_elements(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Fused(torch.autograd.Function):
@@ -35,18 +32,14 @@ class Fused(torch.autograd.Function):
         return grad * tensor.float().sum(), None, None, None, None
 
 
-def run(tensor, *, between=lambda t: None, whole=False, layers=3):
+def run(tensor, *, between=lambda t: None, whole=False):
     """Return the copies to the host, the gradient and the statistics."""
     device = ReferenceDevice(d2h=ONE, h2d=ONE)
-    context, sync = make(1, layers, device=device)
-    leaf = x = torch.ones(2, requires_grad=True)
+    context, sync = make(1, 3, device=device)
+    leaf = torch.ones(2, requires_grad=True)
+    calls = [lambda x: Fused.apply(x, device, tensor, between, whole), *[lambda x: x * 1.0] * 2]
     with context.record_timeline() as recorder:
-        for k in range(layers):
-            with context:
-                x = Fused.apply(x, device, tensor, between, whole) if k == 0 else x * 1.0
-            x = sync(x)
-        x.sum().backward()
-    del x
+        forward(calls, leaf, context, sync).sum().backward()
     nothing_held(context)
     return recorder.timeline().of(Kind.D2H), leaf.grad, context.statistics()
 

@@ -196,18 +196,6 @@ def test_a_process_that_is_stopped_leaves_rows(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_a_rank_that_fails_writes_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
-    monkeypatch.setattr(harness, "run_arm", lambda *_, **__: {"status": "failed", "note": "alone"})
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="1"):
-        run.main(["F2", "--here", "--rehearse", "--arms", "none,budget", "--out", str(tmp_path)])
-    (sample,) = run.rows.samples_of(tmp_path / "samples.jsonl")
-    assert (sample["arm"], sample["status"], sample["note"]) == ("none", "failed", "alone")
-
-
 def test_processes_and_their_ends(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     ends = {"print('hello')": "ok", "raise SystemExit(3)": "exit status 3"}

@@ -154,12 +154,6 @@ def test_the_spread_of_one_round_is_that_of_its_steps() -> None:
     assert (row["passes"], row["startup_s"], row["kernel_ms"]) == ("5", "1.5", "250")
 
 
-def test_predictions_and_budgets_have_their_units() -> None:
-    more = {"predicted_bytes": GIB, "predicted_seconds": 0.5, "budget_bytes": 4 * GIB}
-    (row,) = rows.summarize([sample("budget", [1.0], **more)])
-    assert (row["predicted_peak_gib"], row["predicted_pass_ms"], row["budget_gib"]) == ("1", "500", "4")
-
-
 def test_ranks_have_a_value_each() -> None:
     ranks = [{"peak_bytes": GIB, "drop_bytes": GIB // 2}, {"peak_bytes": 2 * GIB}]
     higher = [{**rank, "peak_bytes": rank["peak_bytes"] + GIB} for rank in ranks]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import Failing, forward, make, make_manual, nothing_held, plain, same_bits
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
@@ -66,51 +65,6 @@ def test_layers_with_a_change_between_them_are_of_one_pass(layers, change, train
                 assert context.statistics().tensors_saved == 0
             else:
                 outputs[-1].sum().backward()
-
-
-def test_new_pass(layers):
-    context, sync = make(3, 6)
-    held = forward(list(layers)[:2], data(1), context, sync)
-    context.new_pass()
-    loss = forward(list(layers), data(0), context, sync).square().sum()
-    assert context.statistics().passes == 2
-    check(layers, 0, gradients(layers, loss))
-    held.sum().backward()
-
-
-def test_a_loss_between_the_layers_with_its_own_backward(layers):
-    """Its backward ends the pass; the layers behind it begin another one, and all gradients are right."""
-    context, sync = make(3, 6)
-
-    def train(run):
-        layers.zero_grad()
-        y = run(list(layers)[:3], data())
-        y.square().sum().backward(retain_graph=True)
-        run(list(layers)[3:], y).square().sum().backward()
-        return [p.grad.clone() for p in layers.parameters()]
-
-    assert all(map(same_bits, train(lambda layers, x: forward(layers, x, context, sync)), train(plain)))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_around_the_context(layers, reentrant):
-    """Not the way to use it; the gradients must be right all the same."""
-    x = data().requires_grad_()
-    leaves = [x, *layers.parameters()]
-    want = torch.autograd.grad(plain(layers, x).square().sum(), leaves)
-    context, sync = make(2, 6)
-    for k in range(2):
-        y = x
-        for layer in layers:
-            y = checkpoint(lambda h, layer: forward([layer], h, context, sync), y, layer, use_reentrant=reentrant)
-        recomputed = reentrant and k == 0  # each layer is then a pass of its own
-        with pytest.warns(UserWarning, match="Backward began after 1 layer") if recomputed else nullcontext():
-            y.square().sum().backward()
-        assert all(same_bits(a, leaf.grad) for a, leaf in zip(want, leaves, strict=True))
-        for leaf in leaves:
-            leaf.grad = None
-        del y
-    nothing_held(context)
 
 
 # Backwards

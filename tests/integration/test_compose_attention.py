@@ -72,7 +72,6 @@ def test_back_ends(backend, options):
     # A bias is saved in every block, also in kept ones, so what was copied of it is not reloaded.
     shared = STEPS * ROWS * ROWS * 4 if options == "bias" and backend is SDPBackend.FLASH_ATTENTION else 0
     assert statistics.bytes_reloaded == statistics.bytes_offloaded - shared > STEPS * OFFLOADED * 4 * STREAM
-    assert statistics.reloaded_on_demand == 0
     if backend is SDPBackend.MATH:
         assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
 
@@ -87,7 +86,6 @@ def test_back_ends_of_an_accelerator(place, backend):
     block = Packed if backend == "varlen" else functools.partial(Attending, SDPBackend.__members__[backend], 0.1)
     statistics = both(training(lambda: Half(block))).statistics()
     assert statistics.bytes_offloaded > STEPS * OFFLOADED * 4 * STREAM // 2
-    assert statistics.reloaded_on_demand == 0
 
 
 @pytest.mark.usefixtures("way")
@@ -138,7 +136,6 @@ def test_sequences_of_different_lengths():
     statistics = both(training(lambda: Packed(Ragged))).statistics()
     # In each block: its input, what the norm, the three linears and attention return.
     assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 6 * STREAM
-    assert statistics.reloaded_on_demand == 0
 
 
 # Unmodified layers of Hugging Face's Llama, each in the context

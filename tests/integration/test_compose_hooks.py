@@ -1,17 +1,14 @@
 """Offload beside hooks of others on the same modules, before and after, and hooks that go while they run."""
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from composing import STEPS, Block, Net, Offload, Spy, batch, both, train, training
+from composing import STEPS, Block, Net, Offload, batch, both, train, training
+from helpers import in_threads
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from whole_model import nothing_installed
-
-import actoffload
-from actoffload.device import use
 
 
 def output_replaced(model: Net) -> list[RemovableHandle]:
@@ -63,6 +60,17 @@ def hooks_on_all_modules(model: Net) -> list[RemovableHandle]:
     ]
 
 
+def hooks_that_remove_themselves(model: Net) -> list[RemovableHandle]:
+    own: list[RemovableHandle] = []
+
+    def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        own.pop().remove()
+        return output * 1.5
+
+    own += [model.blocks[k].register_forward_hook(once) for k in (4, 2, 0)]
+    return []
+
+
 KINDS = [
     output_replaced,
     input_replaced_first,
@@ -70,6 +78,7 @@ KINDS = [
     hooks_on_the_model,
     hooks_on_tensors,
     hooks_on_all_modules,
+    hooks_that_remove_themselves,
 ]
 
 
@@ -94,26 +103,6 @@ def test_hooks_of_others(kind, first):
     statistics, plain = both(program).statistics(), both(training(Net)).statistics()
     assert statistics.passes == STEPS + 1
     assert statistics.bytes_offloaded >= plain.bytes_offloaded * (STEPS + 1) // STEPS
-    assert statistics.reloaded_on_demand == 0
-
-
-@pytest.mark.usefixtures("way")
-def test_a_hook_that_removes_itself_while_it_runs():
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        own: list[RemovableHandle] = []
-
-        def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            own.pop().remove()
-            return output * 1.5
-
-        for block in (model.blocks[0], model.blocks[4]):
-            own.append(block.register_forward_hook(once))
-        offload(model)
-        own.append(model.blocks[2].register_forward_hook(once))
-        return train(model)
-
-    assert both(program).statistics().passes == STEPS
 
 
 @pytest.mark.usefixtures("way")
@@ -151,10 +140,14 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    ("when", "error"),
-    [*((when, None) for when in PLACES), *(("after its group", e) for e in (ZeroDivisionError, KeyboardInterrupt))],
+    ("when", "error", "aside"),
+    [
+        *((when, None, False) for when in PLACES),
+        *(("after its group", error, False) for error in (ZeroDivisionError, KeyboardInterrupt)),
+        ("after its group", None, True),  # by another thread
+    ],
 )
-def test_removed_while_a_forward_is_under_way(when, error):
+def test_removed_while_a_forward_is_under_way(when, error, aside):
     """That forward goes on as it began, or fails; with its end all of ours is gone."""
 
     def program(offload: Offload) -> list[Tensor]:
@@ -164,7 +157,10 @@ def test_removed_while_a_forward_is_under_way(when, error):
 
         def remove(*_: object) -> None:
             if handle is not None:
-                handle.remove()
+                if aside:
+                    in_threads(handle.remove)
+                else:
+                    handle.remove()
                 assert not handle.installed
             if error is not None:
                 raise error
@@ -187,30 +183,3 @@ def test_removed_while_a_forward_is_under_way(when, error):
     assert statistics.host_bytes == 0
     assert error is not None or statistics.passes == 2
     assert error is not None or statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2
-
-
-def test_removed_by_another_thread_while_a_forward_is_under_way():
-    """A forward in one thread ends as it began though another thread ends offload meanwhile."""
-    model, reached, removed = Net(), threading.Event(), threading.Event()
-    torch.manual_seed(0)
-    wanted = train(model, 1)
-    with use(Spy(actoffload.device.ReferenceDevice())):
-        handle = actoffload.offload(model, layers="blocks.?", min_bytes=64)
-
-    def wait(*_: object) -> None:
-        reached.set()
-        assert removed.wait(30)
-
-    hook = model.blocks[2].register_forward_hook(wait)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.extend(train(model, 1)))
-    thread.start()
-    assert reached.wait(30)
-    handle.remove()
-    removed.set()
-    thread.join()
-    hook.remove()
-    assert on_blocks(model) == 0
-    assert all(map(torch.equal, found, wanted))
-    assert handle.statistics().tensors_offloaded > 0
-    assert handle.statistics().host_bytes == 0

@@ -243,11 +243,9 @@ WRONG = [
     ((X, [4], W1, W2), {}, ValueError, r"tokens_per_expert has 1 entries; expected one for each of the 2 experts"),
     ((X, [5, -1], W1, W2), {}, ValueError, r"gives expert 1 a negative number of tokens"),
     ((X, [4.0, 0.0], W1, W2), {}, TypeError, r"is \[4.0, 0.0\]; expected an int for each expert"),
-    ((X, [4, None], W1, W2), {}, TypeError, r"tokens_per_expert is \[4, None\]; expected an int for each expert"),
     ((X, 4, W1, W2), {}, TypeError, r"tokens_per_expert is a int; expected"),
     ((X, torch.tensor([4, 1]), W1, W2), {}, ValueError, r"gives the experts 5 tokens"),
     ((X, torch.tensor([4.0, 0.0]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.float32"),
-    ((X, torch.tensor([True, False]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.bool"),
     ((X, torch.tensor([[4, 0]]), W1, W2), {}, ValueError, r"shape \[1, 2\]; expected one number for each expert"),
     ((X, torch.tensor([4, 0], device="meta"), W1, W2), {}, ValueError, r"tokens_per_expert is on meta and x on cpu"),
     ((X, None, W1, W2), {"offsets": [4, 4]}, TypeError, r"offsets is a list; expected an integer tensor"),
@@ -279,12 +277,14 @@ def test_wrong_arguments_are_named(arguments, more, error, text):
         grouped_mlp(*arguments, **more)
 
 
-def test_an_unknown_activation_of_the_module():
-    with pytest.raises(ValueError, match="activation is 'swish'; expected one of"):
-        GroupedMLP(2, 8, 16, activation="swish")
-
-
-@pytest.mark.parametrize(("sizes", "text"), [((0, 8, 16), "num_experts is 0"), ((2, 8, 0), "ffn_size is 0")])
-def test_sizes_of_the_module(sizes, text):
-    with pytest.raises(ValueError, match=f"{text}; expected a whole number, at least 1"):
-        GroupedMLP(*sizes)
+@pytest.mark.parametrize(
+    ("sizes", "more", "text"),
+    [
+        ((0, 8, 16), {}, "num_experts is 0; expected a whole number, at least 1"),
+        ((2, 8, 0), {}, "ffn_size is 0; expected a whole number, at least 1"),
+        ((2, 8, 16), {"activation": "swish"}, "activation is 'swish'; expected one of"),
+    ],
+)
+def test_wrong_arguments_of_the_module_are_named(sizes, more, text):
+    with pytest.raises(ValueError, match=text):
+        GroupedMLP(*sizes, **more)

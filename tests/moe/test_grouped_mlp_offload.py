@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import helpers
 import pytest
 import torch
-from helpers import make, min_elements, no_synchronization, nothing_held, same_bits
+from helpers import forward, make, no_synchronization, nothing_held, same_bits
 from moe_reference import COUNTS, FFN, HIDDEN, gradients, operands, reference
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from actoffload.moe import GroupedMLP, grouped_mlp
 from actoffload.moe import grouped_linear as groups
 from actoffload.report import Reason
 from actoffload.schedule import Kind
+
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
 TOKENS = 64
@@ -38,17 +40,9 @@ def tokens() -> Tensor:
 
 def step(mlp, pair, counts, x=None):
     """Run the module as the first layer of three, and return the bits that it gives."""
-    context, sync = pair
     leaf = (tokens() if x is None else x.clone()).requires_grad_()
     mlp.zero_grad()
-    y = leaf * 1.0
-    with context:
-        y = mlp(y, counts)
-    y = sync(y)
-    for _ in range(2):
-        with context:
-            y = y * 1.0
-        y = sync(y)
+    y = forward([lambda t: mlp(t, counts), *[lambda t: t * 1.0] * 2], leaf * 1.0, *pair)
     y.square().sum().backward()
     return [y.detach(), leaf.grad, *(p.grad for p in mlp.parameters())]
 
@@ -65,30 +59,29 @@ def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts, place):
         if place.type == "cuda" and not groups._has_kernel(place):
             pytest.skip("grouped_mm has no kernel for this device")
         counts = counts.to(place)
-    with min_elements(64):
-        want = step(mlp, actoffload.get_cpu_offload_context(), counts, x)
-        context, sync = make(1, 3)
-        for k in range(3):
-            context.reset_statistics()
-            with no_synchronization() if k == 2 and isinstance(counts, Tensor) else nullcontext():
-                got = step(mlp, (context, sync), counts, x)
-            assert all(map(same_bits, got, want))
-            statistics = context.statistics()
-            offloaded = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name not in kept]
-            staying = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name in kept]
-            assert statistics.tensors_offloaded == len(offloaded)
-            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(offloaded)
-            assert statistics.reloaded_on_demand == 0
-            offsets = [4 * 4] if isinstance(counts, Tensor) else []
-            expected = {
-                Reason.PARAMETER: (2, mlp.fc1_weight.nbytes + mlp.fc2_weight.nbytes),
-                Reason.MARKED: (len(staying), sum(staying)),
-                Reason.SMALL: (len(offsets), sum(offsets)),
-            }
-            expected = {reason: entry for reason, entry in expected.items() if entry[0]}
-            seen = {r: (statistics.tensors_kept[r], statistics.bytes_kept[r]) for r in statistics.tensors_kept}
-            assert seen == expected
-            del got
+    want = step(mlp, actoffload.get_cpu_offload_context(), counts, x)
+    context, sync = make(1, 3)
+    for k in range(3):
+        context.reset_statistics()
+        with no_synchronization() if k == 2 and isinstance(counts, Tensor) else nullcontext():
+            got = step(mlp, (context, sync), counts, x)
+        assert all(map(same_bits, got, want))
+        statistics = context.statistics()
+        offloaded = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name not in kept]
+        staying = [TOKENS * width * x.itemsize for name, width in SAVED.items() if name in kept]
+        assert statistics.tensors_offloaded == len(offloaded)
+        assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(offloaded)
+        assert statistics.reloaded_on_demand == 0
+        offsets = [4 * 4] if isinstance(counts, Tensor) else []
+        expected = {
+            Reason.PARAMETER: (2, mlp.fc1_weight.nbytes + mlp.fc2_weight.nbytes),
+            Reason.MARKED: (len(staying), sum(staying)),
+            Reason.SMALL: (len(offsets), sum(offsets)),
+        }
+        expected = {reason: entry for reason, entry in expected.items() if entry[0]}
+        seen = {r: (statistics.tensors_kept[r], statistics.bytes_kept[r]) for r in statistics.tensors_kept}
+        assert seen == expected
+        del got
     nothing_held(context)
 
 
@@ -104,7 +97,7 @@ def test_copies_start_where_each_tensor_is_final(monkeypatch):
     monkeypatch.setattr(groups.Groups, "times", slow)
     for keep, starts in (({}, [0.0, 1.0, 1.1]), ({"keep_activation_input": True}, [0.0, 1.0])):
         context, sync = make(1, 3, device=device)
-        with min_elements(64), context.record_timeline() as recorder:
+        with context.record_timeline() as recorder:
             step(module(**keep), (context, sync), PER_EXPERT)
         timeline = recorder.timeline()
         began = timeline.of(Kind.FORWARD)[0].start
@@ -173,15 +166,11 @@ WEIGHTS = {
 def test_weights_stay_whatever_they_are(kind):
     form, reason = WEIGHTS[kind]
     mlp = module()
-    with min_elements(64):
-        context, sync = make(1, 3)
-        y = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
-        weights = form(mlp.fc1_weight), form(mlp.fc2_weight)
-        for layer in (lambda t: grouped_mlp(t, PER_EXPERT, *weights), torch.sin, torch.sin):
-            with context:
-                y = layer(y)
-            y = sync(y)
-        y.sum().backward()
+    context, sync = make(1, 3)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
+    weights = form(mlp.fc1_weight), form(mlp.fc2_weight)
+    layers = [lambda t: grouped_mlp(t, PER_EXPERT, *weights), torch.sin, torch.sin]
+    forward(layers, x, context, sync).sum().backward()
     statistics = context.statistics()
     assert statistics.tensors_kept == {reason: 2}
     frozen = kind == "computed and frozen"
@@ -191,10 +180,9 @@ def test_weights_stay_whatever_they_are(kind):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_that_autocast_casts_are_kept(frozen):
     mlp = module().requires_grad_(not frozen)
-    with min_elements(64):
-        context, sync = make(1, 3)
-        with torch.autocast("cpu", torch.bfloat16):
-            step(mlp, (context, sync), PER_EXPERT)
+    context, sync = make(1, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(mlp, (context, sync), PER_EXPERT)
     statistics = context.statistics()
     weights = (mlp.fc1_weight.numel() + mlp.fc2_weight.numel()) * 2
     assert sum(n for r, n in statistics.bytes_kept.items() if r in (Reason.MARKED, Reason.PARAMETER)) == weights
@@ -209,11 +197,10 @@ def test_between_compiled_parts_it_runs_as_it_is():
     plain = lambda t, counts: mlp(t.sin(), counts).cos()  # noqa: E731
     plain.zero_grad = compiled.zero_grad = mlp.zero_grad
     plain.parameters = compiled.parameters = mlp.parameters
-    with min_elements(64):
-        want = step(plain, actoffload.get_cpu_offload_context(), PER_EXPERT)
-        context, sync = make(1, 3)
-        for _ in range(2):
-            assert all(map(same_bits, step(compiled, (context, sync), PER_EXPERT), want))
-        assert context.statistics().tensors_kept[Reason.MARKED] == 2
+    want = step(plain, actoffload.get_cpu_offload_context(), PER_EXPERT)
+    context, sync = make(1, 3)
+    for _ in range(2):
+        assert all(map(same_bits, step(compiled, (context, sync), PER_EXPERT), want))
+    assert context.statistics().tensors_kept[Reason.MARKED] == 2
     with pytest.raises(torch._dynamo.exc.Unsupported, match="marks tensors for offloading"):
         torch.compile(lambda t: mlp(t.sin(), PER_EXPERT), backend="aot_eager", fullgraph=True)(torch.randn(64, HIDDEN))

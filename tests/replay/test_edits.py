@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from recomputing import BLOCKS, WIDTH, Mlp, Net, all_ways, batch, check, fractions, gradients, policies, train, ways
+from recomputing import BLOCKS, WAYS, WIDTH, Mlp, Net, all_ways, batch, check, gradients, policies, train, ways
 from torch import nn
 from whole_model import offload
 
@@ -25,29 +25,28 @@ class Edited(nn.Module):
         return self.out(torch.sin((y.sin() + self.shift).exp())).sin()
 
 
+ADDMM = [torch.ops.aten.addmm.default]
 EDITS: dict[str, Any] = {
     "input": lambda block, x: x.mul_(2.0),
     "kept value": lambda block, x: block.kept.mul_(2.0),
     "weight": lambda block, x: block.linear.weight.mul_(2.0),
     "last weight": lambda block, x: block.out.weight.mul_(2.0),
+    # What replay alone reads.
+    "bias": lambda block, x: block.linear.bias.mul_(2.0),
+    "buffer": lambda block, x: block.shift.mul_(2.0),
 }
+EDITED = [
+    pytest.param(where, *WAYS[way], id=f"{where}-{way}")
+    for where in ("input", "weight", "last weight")
+    for way in ("kept-everything", "offloaded-cheap")
+]
+EDITED += [pytest.param("kept value", ADDMM, fraction, id=f"kept value-{fraction}") for fraction in (0.0, 1.0)]
+EDITED += [pytest.param(where, True, 0.0, id=where) for where in ("bias", "buffer")]
 
 
-@ways
 @pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled"])
-@pytest.mark.parametrize("where", [where for where in EDITS if where != "kept value"])
+@pytest.mark.parametrize(("where", "policy", "fraction"), EDITED)
 def test_an_edit_before_backward_is_an_error_of_autograd(where, policy, fraction, settled):
-    edit(where, policy, fraction, settled=settled)
-
-
-@fractions
-def test_an_edit_of_a_kept_value(fraction):
-    edit("kept value", [torch.ops.aten.addmm.default], fraction, settled=True)
-
-
-def edit(where: str, policy: Any, fraction: float, *, settled: bool) -> None:
-    """Edit something of each block between forward and backward."""
-
     class Passing(Net):
         def call(self, block, x):
             self.inputs.append(x)
@@ -67,21 +66,6 @@ def edit(where: str, policy: Any, fraction: float, *, settled: bool) -> None:
             loss.backward()
         del loss
         model.zero_grad()
-
-
-@pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled"])
-def test_what_replay_reads_may_not_be_edited_either(settled):
-    """A bias and a buffer, which autograd itself does not save."""
-    for name in ("linear.bias", "shift"):
-        model = Net(Edited)
-        offload(model, layers="blocks.?", recompute=True, fraction=0.0)
-        if settled:
-            train(model)
-        loss = model(batch()).sum()
-        with torch.no_grad():
-            dict([*model.blocks[1].named_parameters(), *model.blocks[1].named_buffers()])[name].mul_(2.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
 
 
 @all_ways

@@ -247,24 +247,31 @@ class Experts(nn.Linear):
         return torch.sin(grouped_mlp(y, counts, *weights, padded=True))
 
 
-def test_experts_that_are_counted_on_the_device():
-    check(lambda: Net(lambda: Experts("on the device")), freed=0.5)
-
-
-def test_experts_that_are_counted_on_the_host():
-    """Nothing in the call shows that the counts of the next one differ."""
-    check(lambda: Net(lambda: Experts("on the host")))
-
-
 @pytest.mark.usefixtures("one_process")
-def test_experts_with_distributed_weights():
-    check(lambda: Net(lambda: Experts("on the device", distributed=True)), freed=0.5)
+@pytest.mark.parametrize(
+    ("counted", "distributed", "freed"),
+    [
+        ("on the device", False, 0.5),
+        ("on the device", True, 0.5),
+        ("on the host", False, None),  # nothing in the call shows that the counts of the next one differ
+    ],
+)
+def test_experts(counted, distributed, freed):
+    check(lambda: Net(lambda: Experts(counted, distributed)), freed=freed)
 
 
 # Functions that are not pure
 
 
-class Counter(torch.autograd.Function):
+class SavesResult(torch.autograd.Function):
+    """Multiplies the gradient of its first argument, of up to three, with what it has saved."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+class Counter(SavesResult):
     """Its result depends on how often it was called."""
 
     calls = 0
@@ -276,12 +283,8 @@ class Counter(torch.autograd.Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
 
-
-class Writing(torch.autograd.Function):
+class Writing(SavesResult):
     """Writes to its input, by a kernel that dispatch does not see."""
 
     @staticmethod
@@ -292,12 +295,8 @@ class Writing(torch.autograd.Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0], None
 
-
-class Dirty(torch.autograd.Function):
+class Dirty(SavesResult):
     """Changes its input in place."""
 
     @staticmethod
@@ -307,10 +306,6 @@ class Dirty(torch.autograd.Function):
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
 
 
 class Drawing(torch.autograd.Function):
@@ -331,7 +326,7 @@ class Drawing(torch.autograd.Function):
         return gradient * mask + y * 1e-2
 
 
-class Asking(torch.autograd.Function):
+class Asking(SavesResult):
     """Asks its context for what an empty one does not have."""
 
     @staticmethod
@@ -341,12 +336,8 @@ class Asking(torch.autograd.Function):
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
 
-
-class OfObjects(torch.autograd.Function):
+class OfObjects(SavesResult):
     """Gets tensors in objects."""
 
     @staticmethod
@@ -354,10 +345,6 @@ class OfObjects(torch.autograd.Function):
         y = kernel(x) * held.x + more["shift"] + more["list"][0][0]
         ctx.save_for_backward(y)
         return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0], None, None
 
 
 def write(block: Applies, y: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from composing import each_step
 from recomputing import (
     HELD,
     WIDTH,
@@ -134,16 +135,11 @@ def test_autocast(policy, fraction, cache, inside):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @policies
 def test_autocast_that_is_switched_between_steps(policy):
-    def use(model):
-        found = []
-        for k in range(9):
-            with torch.autocast("cpu", torch.bfloat16, enabled=k % 3 > 0):
-                loss = model(batch(k)).float().square().sum()
-            loss.backward()
-            found += gradients(model)
-        return found
+    def loss(model, k):
+        with torch.autocast("cpu", torch.bfloat16, enabled=k % 3 > 0):
+            return model(batch(k)).float().square().sum()
 
-    check(lambda: Net(dropping), use, policy=policy)
+    check(lambda: Net(dropping), each_step(loss, 9), policy=policy)
 
 
 @policies

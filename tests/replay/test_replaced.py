@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from composing import each_step
 from recomputing import WIDTH, Net, batch, check, gradients, ways
 from torch import nn
 from torch.func import functional_call
@@ -40,21 +41,17 @@ class Scaled(nn.Module):
 @ways
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_buffers_that_are_replaced_before_backward(forwards, policy, fraction):
-    def use(model):
-        found = []
-        for k in range(STEPS):
-            loss = 0.0
-            for each in range(forwards):
-                for block in model.blocks:
-                    block.factor = torch.full((WIDTH,), 1.0 + k + each)
-                loss = loss + model(batch(k)).square().sum()
+    def loss(model, k):
+        total = 0.0
+        for each in range(forwards):
             for block in model.blocks:
-                block.factor = torch.full((WIDTH,), -1.0)
-            loss.backward()
-            found += gradients(model)
-        return found
+                block.factor = torch.full((WIDTH,), 1.0 + k + each)
+            total = total + model(batch(k)).square().sum()
+        for block in model.blocks:
+            block.factor = torch.full((WIDTH,), -1.0)
+        return total
 
-    check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
+    check(lambda: Net(Scaled), each_step(loss, STEPS), policy=policy, fraction=fraction)
 
 
 @ways
@@ -80,15 +77,10 @@ def test_buffers_that_grow_between_forwards(policy, fraction):
                 self.register_buffer("factor", torch.linspace(0.0, 1.0, x.shape[0]))
             return x + self.function(self.inner(x) * self.factor[:, None]).sin() @ self.weight
 
-    def use(model):
-        found = []
-        for k in range(STEPS):
-            loss = sum(model(batch(k, rows)).square().sum() for rows in (4, 6, 16))
-            loss.backward()
-            found += gradients(model)
-        return found
+    def loss(model, k):
+        return sum(model(batch(k, rows)).square().sum() for rows in (4, 6, 16))
 
-    check(lambda: Net(Masked), use, policy=policy, fraction=fraction)
+    check(lambda: Net(Masked), each_step(loss, STEPS), policy=policy, fraction=fraction)
 
 
 # In a forward
@@ -148,6 +140,15 @@ class Mode(IntEnum):
     TWO = 2
 
 
+HELD = {"scale": 0.0}, [0.0]
+"""A dictionary and a list that are edited in place."""
+
+
+def edited(held, key, k: int):
+    held[key] = float(k)
+    return held
+
+
 VALUES = {
     "number of NumPy": np.float64,
     "enumeration": lambda k: Mode(k % 2 + 1),
@@ -158,12 +159,16 @@ VALUES = {
     "array": lambda k: np.array([1.0, k]),
     "function": lambda k: lambda: float(k),
     "settings": lambda k: SimpleNamespace(scale=float(k)),
+    "edited dictionary": lambda k: edited(HELD[0], "scale", k),
+    "edited list": lambda k: edited(HELD[1], 0, k),
 }
 
 
 def number(value) -> float:
     if callable(value):
         return value()
+    if isinstance(value, dict):
+        return value["scale"]
     if isinstance(value, SimpleNamespace):
         return value.scale
     return float(value[-1] if isinstance(value, (tuple, list, bytes, np.ndarray)) else value)
@@ -188,54 +193,11 @@ def test_values_that_change_from_step_to_step(name, argument):
             block.setting = self.value
             return block(x, self.value) if argument else block(x)
 
-    def use(model):
-        found = []
-        for k in range(STEPS):
-            model.value = make(k)
-            model(batch(k)).square().sum().backward()
-            found += gradients(model)
-        return found
+    def loss(model, k):
+        model.value = make(k)
+        return model(batch(k)).square().sum()
 
-    check(lambda: Model(Reads), use)
-
-
-@pytest.mark.parametrize("edit", [lambda held, k: held.update(scale=float(k)), None], ids=["dictionary", "list"])
-def test_settings_that_are_edited_in_place(edit):
-    class Reads(Scaled):
-        def __init__(self) -> None:
-            super().__init__()
-            self.setting = [0.0] if edit is None else {"scale": 0.0}
-
-        def forward(self, x):
-            scale = self.setting[0] if edit is None else self.setting["scale"]
-            return x + torch.tanh(self.inner(x) * (1.0 + scale)).sin() @ self.weight
-
-    def use(model):
-        found = []
-        for k in range(STEPS):
-            for block in model.blocks:
-                if edit is None:
-                    block.setting[0] = float(k)
-                else:
-                    edit(block.setting, k)
-            model(batch(k)).square().sum().backward()
-            found += gradients(model)
-        return found
-
-    check(lambda: Net(Reads), use)
-
-
-def test_functions_that_take_the_place_in_memory_of_those_before():
-    def use(model):
-        found = []
-        for k in range(3 * STEPS):
-            for block in model.blocks:
-                block.function = lambda value, scale=1.0 + k: torch.tanh(scale * value)
-            model(batch(k)).square().sum().backward()
-            found += gradients(model)
-        return found
-
-    check(lambda: Net(Scaled), use)
+    check(lambda: Model(Reads), each_step(loss, STEPS))
 
 
 def test_attributes_do_not_hold_once_a_function_is_freed():
@@ -286,14 +248,10 @@ def test_calls_that_note_tensors_in_their_module_are_not_traced_each_time(note, 
             self.noted = note(y.detach())
             return y
 
-    def use(model):
-        found = []
-        for k in range(STEPS):
-            if k == 2:
-                traced.clear()
-            model(batch(k)).square().sum().backward()
-            found += gradients(model)
-        assert not traced
-        return found
+    def loss(model, k):
+        if k == 2:
+            traced.clear()
+        return model(batch(k)).square().sum()
 
-    check(lambda: Net(Noting), use)
+    check(lambda: Net(Noting), each_step(loss, STEPS))
+    assert not traced

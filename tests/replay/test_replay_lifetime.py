@@ -230,26 +230,31 @@ FILES = tuple(str(SOURCES / name) for name in ("model", "replay", "_torch"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("first", [False, True], ids=["settled", "traced"])
-def test_an_interrupt_at_many_bytecodes_of_a_forward(first):
+@pytest.mark.parametrize(
+    ("part", "stride"), [("forward", STRIDE), ("first forward", 8 * STRIDE), ("backward", STRIDE // 2)]
+)
+def test_an_interrupt_at_many_bytecodes(part, stride):
     torch.manual_seed(0)
     model = Net(Failing, 3)
     want = step(model)
-    n, came, stride = 0, True, STRIDE * (8 if first else 1)
+    n, came = 0, True
     handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
     train(model, 3)
     with no_gc():
         while came:
-            if first:
+            if part == "first forward":
                 handle.remove()
                 handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
-            came = interrupted(lambda: model(batch()), n, FILES)
+            run = model(batch()).square().sum().backward if part == "backward" else lambda: model(batch())
+            came = interrupted(run, n, FILES)
+            del run
+            model.zero_grad()
             clean()
-            if n % (5 * stride) == 0:
+            if part == "backward" or n % (5 * stride) == 0:
                 equal(step(model), want)
                 nothing_held(handle)
             n += stride
-    assert n > 1000
+    assert n > 500
     equal(step(model), want)
 
 
@@ -274,24 +279,3 @@ def test_a_tracer_whose_own_removal_is_interrupted(monkeypatch):
     assert interrupts
     clean()
     equal(step(model), want)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_many_bytecodes_of_a_backward():
-    torch.manual_seed(0)
-    model = Net(Failing, 3)
-    want = step(model)
-    handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
-    train(model, 3)
-    n, came = 0, True
-    with no_gc():
-        while came:
-            loss = model(batch()).square().sum()
-            came = interrupted(loss.backward, n, FILES)
-            del loss
-            model.zero_grad()
-            equal(step(model), want)
-            clean()
-            n += STRIDE // 2
-        nothing_held(handle)
-    assert n > 500

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from composing import each_step
 from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, gradients, policies, train, ways
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -186,18 +187,14 @@ class Counting(TorchDispatchMode):
 
 @policies
 def test_dispatch_modes_of_the_program(policy):
-    def use(model):
-        found = []
-        for k in range(5):
-            with Counting() as mode:
-                loss = model(batch(k)).square().sum()
-            names.append(mode.names)
-            loss.backward()
-            found += gradients(model)
-        return found
+    def loss(model, k):
+        with Counting() as mode:
+            y = model(batch(k))
+        names.append(mode.names)
+        return y.square().sum()
 
     names: list[Any] = []
-    check(Net, use, policy=policy)
+    check(Net, each_step(loss, 5), policy=policy)
     assert names[:5] == names[5:]
 
 

@@ -15,16 +15,6 @@ from actoffload.report.report import sum_groups
 # Data
 
 
-def test_totals_are_the_sums_over_the_groups():
-    groups = (block(0, forward_seconds=1.0, forward_stall_seconds=0.25), block(1, backward_stall_seconds=0.5), block(5))
-    totals = Report(groups).totals
-    assert (totals.name, totals.kind, totals.offloaded, totals.calls) == ("total", "Block", True, 3)
-    assert (totals.storages, totals.bytes_saved, totals.bytes_offloaded) == (24, 1536 * MIB, 1024 * MIB)
-    assert (totals.reloaded_ahead, totals.reloaded_on_demand, totals.bytes_reloaded) == (16, 0, 1024 * MIB)
-    assert totals.kept == {Reason.PARAMETER: (12, 300 * MIB), Reason.SMALL: (18, 6 * MIB)}
-    assert (totals.forward_seconds, totals.backward_seconds, totals.stall_seconds) == (1.0, None, 0.75)
-
-
 def test_weights_are_no_activations_and_refused_storages_count_once():
     group = GroupReport(
         "a",

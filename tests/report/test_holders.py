@@ -17,11 +17,6 @@ def holders(tensor: Callable[[], torch.Tensor], modules: dict[nn.Module, str] | 
     return find_holders(address(tensor()), modules)
 
 
-def brief(lines: tuple[str, ...]) -> list[str]:
-    """Return lines without the functions whose local variables they name."""
-    return [line.partition(" of ")[0] if line.startswith("local") else line for line in lines]
-
-
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,14 +72,6 @@ def test_views_of_one_storage_are_each_named_where_they_are():
     )
 
 
-def test_without_names_of_modules_the_way_to_them_is_given():
-    model = Model()
-    model.encoder.cache = make()
-    where = address(model.encoder.cache)
-    (line,) = find_holders(where)
-    assert line.startswith("local variable `model.encoder.cache` of test_without_names_of_modules")
-
-
 def test_the_way_to_a_module_is_the_shortest_that_can_be_written(kept):
     kept["model"] = model = Model()
     kept["names"] = {module: name for name, module in model.named_modules()}
@@ -104,14 +91,6 @@ def test_local_variables_are_named_with_their_function_and_line():
 
     line = train_step.__code__.co_firstlineno + 2
     assert train_step() == (f"local variable `hidden` of train_step ({FILE}:{line})",)
-
-
-def test_a_local_variable_that_leads_there_is_named_with_the_way():
-    box, pair = Box(), (0, [make()])
-    box.x = make()
-    addresses = address(box.x), address(pair[1][0])
-    lines = [brief(find_holders(where)) for where in addresses]
-    assert lines == [[f"local variable `{name}`"] for name in ("box.x", "pair[1][0]")]
 
 
 def test_a_local_variable_of_another_thread():

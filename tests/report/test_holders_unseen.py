@@ -84,27 +84,6 @@ def test_the_dict_that_a_program_got_from_locals_is_left_alone():
     assert "hidden" in settings
 
 
-def test_a_search_from_a_trace_function_does_not_change_variables():
-    def step():
-        hidden = make()
-        total = 1.0
-        return hidden.sum() * total
-
-    def trace(frame, event, argument):
-        if frame.f_code is step.__code__:
-            find_holders(1)  # what it leaves in the dict of variables becomes the variables when this returns
-            return trace
-        return None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        result = step()
-    finally:
-        sys.settrace(before)
-    assert result == 1000
-
-
 class Hostile:
     """Breaks at everything that is asked of it."""
 

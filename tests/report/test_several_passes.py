@@ -12,9 +12,7 @@ from whole_model import WIDTH, Caching, Waves, offload
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
-from actoffload.device.reference import ReferenceEvent
 from actoffload.engine.engine import Engine
-from actoffload.engine.statistics import Counters, TimelineRecorder
 from actoffload.report import StepTimeline, build
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost
 
@@ -68,15 +66,8 @@ def test_layers_in_contexts_are_timed_until_another_pass_is_reached(device):
     with min_elements(1):
         context = OffloadContext(Engine(DefaultSchedule(2, 4).plan(), device))
         with context.record_timeline() as recorder:
-            outputs = []
-            for _ in range(3):
-                x = torch.zeros(1, requires_grad=True) * 1.0
-                for _ in range(4):
-                    with context:
-                        x = layer_of(cost, device)(x)
-                    x = context.synchronize(x)
-                outputs.append(x)
-            sum(outputs).backward()
+            starts = [torch.zeros(1, requires_grad=True) * 1.0 for _ in range(3)]
+            sum(forward([layer_of(cost, device)] * 4, x, context, context.synchronize) for x in starts).backward()
     timeline = recorder.timeline()
     assert [times["backward"] for times in StepTimeline(timeline, ()).by_layer()] == [6.0] * 4
     assert timeline.seconds(Kind.BACKWARD) == 24.0
@@ -192,20 +183,3 @@ def test_the_searches_of_several_micro_batches_are_no_part_of_the_step(monkeypat
     assert 0 < report.step_seconds < 1.0
     assert report.step_passes == 2
     assert "Times are sums over the 2 forward passes" in str(report)
-
-
-def test_gaps_that_overlap_are_taken_out_once():
-    now = [0.0]
-
-    class Clock(ReferenceDevice):
-        def record_timed(self, stream):
-            return ReferenceEvent(now[0])
-
-    recorder = TimelineRecorder(Clock(), Counters())
-    first, second = recorder.apart(), recorder.apart()
-    moments = [recorder.level, first.__enter__, second.__enter__]
-    moments += [lambda: first.__exit__(None, None, None), lambda: second.__exit__(None, None, None)]
-    for k, moment in enumerate([*moments, recorder.level, recorder.level]):
-        now[0] = float(k)
-        moment()
-    assert [time for time, _ in recorder.timeline().resident] == [0.0, 2.0, 3.0]  # without 1 to 4

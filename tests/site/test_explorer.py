@@ -130,13 +130,6 @@ def test_javascript_agrees_with_simulate(simulated):
     assert {result["backwardStall"] > 0 for result in simulated} == {False, True}
 
 
-def test_a_difference_is_named(simulated):
-    simulated = [dict(result) for result in simulated]
-    simulated[3]["peak"] += 1
-    (sentence,) = differences(simulated)
-    assert sentence.startswith("explorer: peak is ")
-
-
 @pytest.mark.skipif(SITE is None, reason="ACTOFFLOAD_SITE names no built site")
 def test_page_in_a_browser(tab):
     from browser import serving

@@ -99,25 +99,3 @@ def test_no_two_texts_overlap(model_layers: int) -> None:
     overlaps = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
     assert not overlaps
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
-
-
-def test_memory_is_a_staircase_with_its_peak() -> None:
-    shown = timeline(2)
-    ax = schedule_figures.plot_step(shown).axes[1]
-    curve, peak, _ = ax.lines
-    assert curve.get_drawstyle() == "steps-post"
-    assert (curve.get_xdata()[0], curve.get_xdata()[-1]) == (0.0, pytest.approx(shown.end * 1e3))
-    assert max(curve.get_ydata()) == 768.0
-    assert (curve.get_label(), ax.get_xlabel(), ax.get_ylabel()) == ("peak 768 MiB", "time (ms)", "memory (MiB)")
-    assert (*peak.get_xdata(), *peak.get_ydata()) == pytest.approx((30.0, 768.0))
-
-
-def test_several_curves_are_distinct_without_colour() -> None:
-    results, _ = schedule_figures.memory()
-    (ax,) = schedule_figures.memory_plot(results).axes
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert ax.get_ylabel() == "memory (GiB)"
-    assert ax.get_xlim() == (0.0, pytest.approx(max(result.timeline.end for result in results.values()) * 1e3))
-    peaks = "1.25", "0.75", "0.5"
-    assert labels == [f"{name}, peak {peak} GiB" for name, peak in zip(results, peaks, strict=True)]
-    assert len({line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"}) == 3

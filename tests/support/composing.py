@@ -153,6 +153,19 @@ def training(make: Callable[[], nn.Module], loop: Callable[[Any], Sequence[Tenso
     return program
 
 
+def each_step(loss: Callable[[Any, int], Tensor], steps: int = STEPS) -> Callable[[Any], list[Tensor]]:
+    """Return a training loop: for each step the backward of what `loss` returns for a model, and the gradients."""
+
+    def loop(model: nn.Module) -> list[Tensor]:
+        found = []
+        for k in range(steps):
+            loss(model, k).backward()
+            found += gradients(model)
+        return found
+
+    return loop
+
+
 class Spy:
     """A device that notes the bytes of each copy to the host, none of which may be a parameter of `watched`."""
 
@@ -179,11 +192,13 @@ def memories(module: nn.Module) -> set[int]:
     return found - {0}
 
 
-def both(program: Program, *, offloads: bool = True, watch: bool = True) -> actoffload.OffloadHandle:
+def both(
+    program: Program, *, offloads: bool = True, watch: bool = True, in_time: bool = True
+) -> actoffload.OffloadHandle:
     """Run a program without offload and with; what it returns must have equal bits, and nothing may be held.
 
-    Returns the handle of the second run.  `offloads` says whether something has to be offloaded, and `watch` whether
-    no parameter of the model may be while it runs.
+    Returns the handle of the second run.  `offloads` says whether something has to be offloaded, `watch` whether no
+    parameter of the model may be while it runs, and `in_time` whether all has to be reloaded before it is needed.
     """
     handles: list[actoffload.OffloadHandle] = []
     spy: Any = Spy(helpers.place_backend())
@@ -212,6 +227,7 @@ def both(program: Program, *, offloads: bool = True, watch: bool = True) -> acto
     nothing_installed()
     statistics = handle.statistics()
     assert (statistics.tensors_offloaded > 0) == offloads
+    assert statistics.reloaded_on_demand == 0 or not in_time
     assert not WAY.get("recompute") or any(group.recomputed for group in handle.report().groups)
     assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle

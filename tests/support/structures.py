@@ -104,7 +104,10 @@ def blocks(number: int, kind=Block) -> nn.ModuleList:
 shared = Block()
 
 PLAIN = {
-    "two layers": (Parts(layers=blocks(2)), {"layers.*": 2}),
+    "layers between embedding and head": (
+        Parts(embed=nn.Embedding(9, 4), layers=blocks(12), head=nn.Linear(4, 9)),
+        {"layers.*": 12},
+    ),
     "a dictionary of layers": (
         Parts(layers=nn.ModuleDict({str(k): Block() for k in range(5)}), norm=nn.LayerNorm(4)),
         {"layers.*": 5},
@@ -168,7 +171,6 @@ STAGES = {
         Parts(block=nn.ModuleList(blocks(2) for _ in range(4))),
         {"block.*.*": 8},
     ),
-    "one stage": (Parts(stages=nn.ModuleList([Stage(4, 3)])), {"stages.*.blocks.*": 3}),
     "stages with two lists each": (
         Parts(down=nn.ModuleList(TwoLists(4 << k) for k in range(3))),
         {"down.*.attentions.*": 6, "down.*.resnets.*": 6},
@@ -231,9 +233,5 @@ LEAVES = {
             layers=blocks(3),
         ),
         {"layers.*": 3, "convs.*": 9},
-    ),
-    "only parametrized leaves": (
-        nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)) for _ in range(4))),
-        {"*": 4},
     ),
 }

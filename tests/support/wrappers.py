@@ -204,12 +204,11 @@ class Join(torch.autograd.Function):
         return Two(grad * 1, grad * 1)
 
 
-def one_layer(layer: Callable[[Tensor], Tensor], *, steps: int = 1, **more: Any) -> tuple[Tensor, Statistics]:
+def one_layer(layer: Callable[[Tensor], Tensor], **more: Any) -> tuple[Tensor, Statistics]:
     """Run an offloaded layer and two kept ones; return the gradient and the statistics."""
     context, sync = make(1, 3, **more)
     leaf = torch.ones(N, N, requires_grad=True)
-    for _ in range(steps):
-        forward([layer, lambda x: x * 1.0, lambda x: x * 1.0], leaf * 1.0, context, sync).sum().backward()
+    forward([layer, lambda x: x * 1.0, lambda x: x * 1.0], leaf * 1.0, context, sync).sum().backward()
     nothing_held(context)
     return leaf.grad, context.statistics()
 
