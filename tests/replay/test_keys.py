@@ -130,7 +130,7 @@ def test_zero_with_a_sign_and_not_a_number_in_arguments(monkeypatch):
         if k == 3:
             traced.clear()
 
-    check(lambda: Model(Scaled), each_step(change))
+    check(lambda: Model(Scaled), changing(change))
     assert not traced
 
 

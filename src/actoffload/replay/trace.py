@@ -201,6 +201,11 @@ def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
     return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
 
 
+def gpu_generator() -> Any:
+    """Return PyTorch's default generator of the current GPU; None without one, and while a graph is captured."""
+    return next(iter(default_generators()[1:]), None)
+
+
 def default_generators() -> list[torch.Generator]:
     """Return PyTorch's default generators of the CPU and of the current GPU."""
     found: list[torch.Generator] = [torch.default_generator]
@@ -226,7 +231,7 @@ class RngPosition(NamedTuple):
     @staticmethod
     def read() -> RngPosition | None:
         """Return where the generator of the current GPU is; None if there is none, or its place cannot be read."""
-        generator = next(iter(default_generators()[1:]), None)
+        generator = gpu_generator()
         return None if generator is None else RngPosition(generator, generator.initial_seed(), generator.get_offset())
 
     def count_drawn(self) -> int:

@@ -114,7 +114,9 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def begin(self) -> None:
         """Record from here on, in this thread."""
-        _patch_functions()
+        # Calls of functions are seen, once for all: without a tracer it costs less than a tenth of a microsecond.
+        if vars(torch.autograd.Function)["apply"] is _apply:
+            torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment]
         _thread.tracer = self
         self._handles.append(register_module_forward_pre_hook(self._enter))
         self._handles.append(register_module_forward_hook(self._leave, always_call=True))
@@ -448,13 +450,6 @@ def remove_tracers() -> None:
 
 
 _apply = vars(torch.autograd.Function)["apply"]
-
-
-def _patch_functions() -> None:
-    """Let the tracer of the calling thread see the calls of `torch.autograd.Function`."""
-    # Once for all: without a tracer it costs less than a tenth of a microsecond.
-    if vars(torch.autograd.Function)["apply"] is _apply:
-        torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment]
 
 
 def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
