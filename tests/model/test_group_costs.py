@@ -217,6 +217,16 @@ def test_pauses_of_the_host_are_no_work_of_the_device(monkeypatch, at, pauses):
     assert [layer.backward for layer in layers] == pytest.approx([0.02] * 8, rel=0.25)
 
 
+def test_a_group_of_another_kind_for_which_the_host_takes_longer_is_no_pause(monkeypatch):
+    """It may wait for the device, as in a block with full attention among those with sliding attention."""
+    device = SlowHost(1e10, 1e10, memory=20 * MIB)
+    model = TimedModel(device, forward=0.01, backward=0.02)
+    model.blocks[3].seconds, model.blocks[3].attention = (0.01, 0.02), "full"
+    layers, _ = costs(monkeypatch, device, model)
+    assert 0.039 < layers[3].forward < 0.06, "where the host is late, the device waits for it"
+    assert 0.079 < layers[3].backward < 0.12
+
+
 def test_a_group_for_which_the_device_takes_longer_is_no_pause(monkeypatch):
     device = SlowHost(1e10, 1e10, memory=20 * MIB)
     model = TimedModel(device, forward=0.01, backward=0.02)

@@ -207,7 +207,10 @@ def default_groups(
     left_out = {inner for module in kept for inner in module.modules()}
     blocks = {block for stack in stacks for block in stack} - left_out
     largest, in_blocks = len(_leaves([root])) / _LARGEST, len(_leaves(blocks))
-    only_blocks = _same_width(blocks) and in_blocks >= _ENOUGH * _LARGEST * largest
+    # Parameters of one name have the same shape in all blocks of a type.
+    known = {(block_type(block), name, shape) for block in blocks for name, shape in shapes(block)}
+    same_width = len(known) == len({(kind, name) for kind, name, _ in known})
+    only_blocks = same_width and in_blocks >= _ENOUGH * _LARGEST * largest
     chosen, visited = {*blocks, *named, *left_out}, set[Module]()
     pending = [(root, not only_blocks)]
     while pending:
@@ -232,9 +235,3 @@ def default_groups(
 def _leaves(modules: Iterable[Module]) -> set[Module]:
     """Return the modules without children inside of others."""
     return {inner for module in modules for inner in module.modules() if not children(inner)}
-
-
-def _same_width(blocks: Iterable[Module]) -> bool:
-    """Return whether parameters of one name have the same shape in all blocks of a type."""
-    found = {(block_type(block), name, shape) for block in blocks for name, shape in shapes(block)}
-    return len(found) == len({(kind, name) for kind, name, _ in found})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median_low
 
+from .._text import fold
 from ..device.base import Backend, current_stream
 from ..schedule.costs import LayerCost, Link, Saved, spread_evenly
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
@@ -107,21 +108,22 @@ def layer_costs(
     -----
     A group that has no backward, because its weights and inputs need no gradients, takes no time in it.  A host that
     waits for the device is late for another reason than its work, so groups of one kind have the least of what they
-    took, without the time for the tensors that were offloaded.  A host that pauses lets the device wait inside of a
-    group: see `_without_pauses`.
+    took, without the time for the tensors that were offloaded.
     """
     times = meter.times()[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
     groups = range(len(sizes))
-    of_kind = dict[Hashable, list[int]]()
-    for k in groups:
-        of_kind.setdefault(kinds[k], []).append(k)
+    alike = fold(groups, kinds.__getitem__)
     turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
     runs = (Kind.FORWARD, groups, 0.0), (Kind.BACKWARD, groups[::-1], turned)
     hosts = [meter.host_spans(kind, order) for kind, order, _ in runs]
     forwards, backwards = (
-        _without_pauses(spans(times, *run), host, of_kind.values()) for run, host in zip(runs, hosts, strict=True)
+        _without_pauses(spans(times, *run), host, alike) for run, host in zip(runs, hosts, strict=True)
     )
+    least_host = [
+        {k: min((host[each].seconds for each in same if each in host), default=0.0) for same in alike for k in same}
+        for host in hosts
+    ]
     costs = []
     for k in groups:
         (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
@@ -130,9 +132,7 @@ def layer_costs(
         first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
         temporaries = (0 if border is None else border.temporary for border in borders)
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else spread_evenly(sizes[k])
-        host_forward, host_backward = (
-            min((host[each].seconds for each in of_kind[kinds[k]] if each in host), default=0.0) for host in hosts
-        )
+        host_forward, host_backward = (each[k] for each in least_host)
         costs.append(
             LayerCost(
                 forward,
@@ -155,9 +155,8 @@ def _without_pauses(
 ) -> dict[int, Span]:
     """Return the times of the device in groups and in the gaps before them, as if the host had not paused in them.
 
-    Collecting garbage takes the host 0.4 s where large libraries are loaded, and the device has nothing to do by then.
-    So what the host took longer than it usually does for groups that are `alike` is taken from the time of the device,
-    of which at least the usual is left.
+    To collect garbage takes 0.4 s beside large libraries, and the device waits.  So what the host took longer than is
+    usual for groups that are `alike` is taken from the time of the device, of which at least the usual is left.
     """
     found = {k: list(span) for k, span in device.items()}
     for groups in alike:

@@ -50,10 +50,7 @@ class Peak(NamedTuple):
 
 
 class TimedPass:
-    """One pass of the model, which begins now: what it is for, how long it takes, and what it saves.
-
-    In `Stage.LEAN` it is measured by group.  With `memory` its peak is read, which takes longer.
-    """
+    """One pass of the model, which begins now: in `Stage.LEAN` measured by group, and with `memory` also its peak."""
 
     def __init__(self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool) -> None:
         self.stage, self._memory = stage, memory

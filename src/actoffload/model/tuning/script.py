@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TypeAlias
+
+from torch.nn import Module
 
 from ..._text import milliseconds
 from ...planner import OperatorCost, Variant, replay_ways
@@ -167,9 +169,7 @@ class Script:
         assert lean.meter is not None
         groups = [self._state.groups[key.group] for key in lean.sequence]
         compiled = {k for k, group in enumerate(groups) if group.is_compiled}
-        # Groups of one type with weights of the same sizes cost the same.
-        modules = [group.module for group in groups]
-        kinds = [(type(module), tuple(weight.shape for weight in module.parameters())) for module in modules]
+        kinds = [_kind(group.module) for group in groups]
         costs = layer_costs(lean.meter, lean.sizes, kinds, compiled, self.found.allocated_before)
         operators: dict[int, list[OperatorCost]] = {}
         saved: dict[int, list[int]] = {}
@@ -324,6 +324,13 @@ def _run_once(again: LayerCost, sizes: Sequence[int]) -> LayerCost:
         host_backward=max(again.host_backward - again.host_forward, 0.0),
         backward_temporary=max(again.backward_temporary - sum(sizes), 0),
     )
+
+
+def _kind(module: Module) -> Hashable:
+    """Return what groups that cost the same have in common; only a flag or a text tells kinds of attention apart."""
+    attributes = (value for inner in module.modules() for value in vars(inner).values())
+    flags = tuple(value for value in attributes if value is None or type(value) in (bool, str))
+    return type(module), tuple(weight.shape for weight in module.parameters()), flags
 
 
 def _larger(operator: OperatorCost, factor: float) -> OperatorCost:

@@ -157,8 +157,7 @@ class Tuner:
                 # Blocks that were cut for the passes before would leave gaps for those with this plan.
                 self._engine.backend.release_device()
             memory = stage is Stage.PLAN and self.found.limit is not None
-            timed = TimedPass(stage, tensors, self._state, memory=memory)
-            self._timed = timed
+            self._timed = timed = TimedPass(stage, tensors, self._state, memory=memory)
             return self._planned(self.found) if stage is Stage.PLAN else self._leanest(self._policies, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
