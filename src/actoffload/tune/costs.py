@@ -155,8 +155,8 @@ def _without_pauses(
 ) -> dict[int, Span]:
     """Return the times of the device in groups and in the gaps before them, as if the host had not paused in them.
 
-    To collect garbage takes 0.4 s beside large libraries, and the device waits.  So what the host took longer than is
-    usual for groups that are `alike` is taken from the time of the device, of which at least the usual is left.
+    Beside large libraries a collection of garbage takes tenths of a second.  So what the host took longer than is usual
+    for groups that are `alike` is taken from the time of the device, of which at least the usual is left.
     """
     found = {k: list(span) for k, span in device.items()}
     for groups in alike:
