@@ -42,7 +42,7 @@ class Linear(nn.Linear):
         self.scale, self.calls, self.mode, self.other = 1.0, 0, "sin", nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        y = torch.sin(super().forward(x)) * self.scale
+        y = torch.sin(super().forward(x)) * float(self.scale)
         return (y.sin() if self.mode == "sin" else y.cos()).exp() + self.other(y.sin()).exp().sin()
 
 
@@ -147,6 +147,12 @@ def turn_sign(model, k):
         block.scale = 0.0 if k % 3 else -0.0
 
 
+def turn_array(model, k):
+    """Change an array of NumPy without dimensions, less than its text shows."""
+    for block in model.blocks:
+        block.scale = np.array(0.001234567 + 1e-9 * (k % 3 == 2))
+
+
 def alternate(model, k):
     for block in model.blocks:
         block.mode = "cos" if k % 3 == 2 else "sin"
@@ -187,7 +193,9 @@ def patch(model, k):
 
 
 @ways
-@pytest.mark.parametrize("change", [anneal, turn_sign, alternate, train_and_evaluate, freeze, hook, replace, patch])
+@pytest.mark.parametrize(
+    "change", [anneal, turn_sign, turn_array, alternate, train_and_evaluate, freeze, hook, replace, patch]
+)
 def test_attributes(change, policy, fraction):
     check(lambda: Net(Linear), changing(change), policy=policy, fraction=fraction, freed=-1.0)
 

@@ -89,8 +89,9 @@ class Attributes:
         """Whether nothing has changed."""
         if self._freed:  # [guard: functions at the place of one that is freed]
             return False
-        now = list(self._plain_values())  # compared as text: 0.0 and -0.0 are equal, and so are 1 and True
-        return (all(map(is_, now, self._values)) or repr(now) == repr(self._values)) and self._look() == self._now
+        now, before = list(self._plain_values()), self._values  # of which 0.0 and -0.0 are equal, as 1 and True are
+        same = all(map(is_, now, before)) or _describe(now, []) == _describe(before, [])
+        return same and self._look() == self._now
 
     def has_members_of(self, other: Attributes) -> bool:
         """Return whether it has the same modules, weights and buffers; otherwise it keeps those of others alive."""

@@ -117,9 +117,8 @@ def layer_costs(
     turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
     runs = (Kind.FORWARD, groups, 0.0), (Kind.BACKWARD, groups[::-1], turned)
     hosts = [meter.host_spans(kind, order) for kind, order, _ in runs]
-    forwards, backwards = (
-        _without_pauses(spans(times, *run), host, alike) for run, host in zip(runs, hosts, strict=True)
-    )
+    devices = [spans(times, *run) for run in runs]
+    forwards, backwards = (_without_pauses(*both, alike) for both in zip(devices, hosts, strict=True))
     least_host = [
         {k: min((host[each].seconds for each in same if each in host), default=0.0) for same in alike for k in same}
         for host in hosts
