@@ -48,7 +48,6 @@ NAMES = [
     "_C._accelerator_getStream",
     "_C._cuda_isCurrentStreamCapturing",
     "_C._host_emptyCache",
-    "_C._accelerator_setAllocatorSettings",
     "nn.Module._call_impl",
 ]
 

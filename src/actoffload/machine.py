@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from ._text import Printable, Table, percent, size
+from .device import backend
 from .device.host import HostMemory, host_memory
 from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
 from .schedule.costs import Link
@@ -99,7 +100,7 @@ def measure_machine() -> Machine:
     if device is None:
         return Machine(describe_device(), host)
     begun = time.perf_counter()
-    pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    pinned = backend().empty_host(GIB)
     pin_seconds = time.perf_counter() - begun
     del pinned
     link = measure_link(COPY)

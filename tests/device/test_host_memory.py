@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from actoffload.device import host as module
 from actoffload.device import host as numa
@@ -123,6 +124,55 @@ def test_a_tenth_of_the_host_memory_is_never_pinned(monkeypatch, available, nbyt
 def test_where_the_system_does_not_tell_its_memory_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(module, "host_memory", lambda: HostMemory(0, 0))
     check_room(2**60)
+
+
+# Pinned memory
+
+
+def flags(address: int) -> set[str]:
+    """Return the flags of the mapping that an address lies in; none where nothing is mapped."""
+    found, wanted = False, set()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+            found = start <= address < stop
+        elif found and line.startswith("VmFlags"):
+            wanted = set(line.split()[1:])
+    return wanted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere PyTorch pins memory.")
+def test_pages_stay_mapped_until_the_driver_has_unlocked_them():
+    registered, unregistered = [], []
+
+    def unregister(address: int) -> None:
+        assert flags(address), "still mapped"
+        unregistered.append(address)
+
+    nbytes = 2 * module.PIECE + 4096
+    memory = module.pin(nbytes, lambda *arguments: registered.append(arguments) or 0, unregister)
+    address = memory.data_ptr()
+    assert registered == [(address, nbytes, 0)]
+    assert memory.dtype is torch.uint8
+    assert memory.numel() == nbytes
+    assert not memory.any(), "every page was touched"
+    assert "dc" in flags(address), "forked processes do not get the pages"
+    part = memory[nbytes - 8 :].view(torch.int64)
+    del memory
+    module.unpin()
+    assert unregistered == []
+    assert part.item() == 0
+    del part
+    module.unpin()
+    assert unregistered == [address]
+    assert not flags(address)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere PyTorch pins memory.")
+def test_memory_that_the_driver_or_the_system_refuses():
+    assert module.pin(4096, lambda *_: 2, pytest.fail) is None
+    assert module.pin(2**60, pytest.fail, pytest.fail) is None
+    module.unpin()
 
 
 # How much of the memory of a device plans use

@@ -39,9 +39,6 @@ grouped_mm: Callable[..., torch.Tensor] | None = find("nn.functional.grouped_mm"
 empty_host_cache: Callable[[], None] = find("accelerator.empty_host_cache", find("_C._host_emptyCache", lambda: None))
 """Return pinned memory that PyTorch caches to the system; public in some releases after 2.11."""
 
-set_allocator_settings: Callable[[str], None] = find("_C._accelerator_setAllocatorSettings", lambda settings: None)
-"""Change settings of PyTorch's allocators, written as in the environment variable ``PYTORCH_ALLOC_CONF``."""
-
 tensor_base: Any = find("_C.TensorBase", torch.Tensor)
 """The class whose descriptors read a tensor without running the code of its subclass."""
 

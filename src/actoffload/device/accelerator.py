@@ -26,7 +26,7 @@ large copy.  Host memory for a captured copy comes from an earlier step, which h
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -39,11 +39,10 @@ from .._torch.tensors import (
     current_stream,
     empty_host_cache,
     is_capturing,
-    set_allocator_settings,
     sleep_on_device,
 )
 from .base import Backend, Pairs, Stream, StreamEvent
-from .host import check_room, node_of_device, on_node, room
+from .host import check_room, node_of_device, on_node, pin, room, unpin
 
 CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
@@ -70,7 +69,6 @@ class Accelerator(Backend):
         module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
         self._memory: Any = module if hasattr(module, "mem_get_info") else None
         self._nvidia = found.type == "cuda" and torch.version.hip is None
-        self._settled_pinning = False
         self._separators: dict[int, Separator] = {}  # by device index
 
     def current_device(self) -> torch.device:
@@ -154,17 +152,15 @@ class Accelerator(Backend):
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         check_room(nbytes)
-        if self._nvidia and not self._settled_pinning:
-            self._settled_pinning = True
-            given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-            if "pinned" not in given:
-                # Several threads take 0.13 instead of 0.41 s a GiB (H100); see PyTorch's notes on CUDA semantics.
-                own = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-                with suppress(RuntimeError, ValueError):  # a version of PyTorch that does not know them
-                    set_allocator_settings(",".join(filter(None, (given, own))))
-        node = node_of_device(torch.accelerator.current_device_index()) if self._nvidia else None
-        with on_node(node):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = None
+        if self._nvidia and sys.platform == "linux":
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            with on_node(node_of_device(torch.accelerator.current_device_index())):
+                memory = pin(nbytes, runtime.cudaHostRegister, runtime.cudaHostUnregister)
+            if memory is None:
+                with suppress(RuntimeError):  # CUDA reports a refusal once more, at the next kernel
+                    torch.zeros(1, device=self.type)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if memory is None else memory
 
     def host_room(self) -> int | None:
         if self._memory is not None:
@@ -175,6 +171,7 @@ class Accelerator(Backend):
 
     def release_host(self) -> None:
         if not self.capturing():
+            unpin()
             empty_host_cache()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""Host memory: how much of it a process may pin, and on which NUMA node it lies.
+"""Host memory: how much of it a process may pin, how it is pinned, and on which NUMA node it lies.
 
 Pinned memory cannot be swapped out, and a system that runs out of memory ends a process, often without a word of why.
 So a part of the memory is left to everything else.
@@ -11,10 +11,14 @@ policy is set through system calls, because the C library has no functions for i
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -111,6 +115,80 @@ def _read(path: Path) -> str:
 
 def _kibibytes(text: str | None) -> int:
     return int(text.split()[0]) * 1024 if text else 0
+
+
+# Pinned memory
+
+PIECE = 1 << 26  # bytes that are worth a thread
+
+_dropped: deque[PinnedPages] = deque()
+_pinned: dict[int, PinnedPages] = {}  # by address; a weak reference calls back only if something keeps it
+
+
+class PinnedPages(weakref.ref[memoryview]):
+    """Pages that a driver has locked.
+
+    They stay mapped until `unpin` has unlocked them, because a driver that still knows an address refuses it when the
+    system gives it to someone else.  The callback is C, for the reason in `[Note: finalizers]` of ``host_pool.py``.
+    """
+
+    __slots__ = ("address", "pages", "unregister")
+
+    address: int
+    pages: mmap.mmap
+    unregister: Callable[[int], object]
+
+
+def pin(
+    nbytes: int, register: Callable[[int, int, int], object], unregister: Callable[[int], object]
+) -> torch.Tensor | None:
+    """Return pinned memory of Linux as a tensor of `nbytes` bytes; None if the system or the driver refuses.
+
+    A driver that allocates and locks 1 GiB takes 0.40 s (H100), nearly all of it to have pages of 4 KiB zeroed by one
+    core.  Huge pages that several threads touch first, and that the driver only locks, take 0.06 s.  Forked processes,
+    such as workers of a `DataLoader`, do not get them: a page that two processes share is copied when one writes to it,
+    and the device would go on with the other copy.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+    register, unregister : callable
+        ``cudaHostRegister(address, nbytes, flags)``, which returns 0 if it succeeds, and ``cudaHostUnregister``.
+    """
+    unpin()
+    try:
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(advice)
+    view = memoryview(pages)
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    address = memory.data_ptr()
+    pieces = range(0, nbytes, PIECE)
+    with ThreadPoolExecutor(min(len(pieces), len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(lambda start: ctypes.memset(address + start, 0, min(PIECE, nbytes - start)), pieces))
+    if int(register(address, nbytes, 0)):  # type: ignore[call-overload]
+        return None
+    pinned = PinnedPages(view, _dropped.append)
+    pinned.address, pinned.pages, pinned.unregister = address, pages, unregister
+    _pinned[address] = pinned  # [guard: pages that are unlocked]
+    return memory
+
+
+def unpin() -> None:
+    """Unlock and unmap pages whose tensors are gone."""
+    while _dropped:
+        try:
+            pinned = _dropped.popleft()
+        except IndexError:  # another thread was faster
+            break
+        try:
+            pinned.unregister(pinned.address)
+        finally:
+            del _pinned[pinned.address]
 
 
 # The NUMA node of the device

@@ -1,9 +1,9 @@
 """The page-locked host memory of one context or handle, reused without the host waiting, and how it is returned.
 
-`[Note: host pool]`  PyTorch's pinned allocator rounds every request up to a power of two and allocates each new block
-at about 0.7 s per GiB.  So `HostPool` allocates only powers of two, its *slabs*, and only what is missing: a shortfall
-of 100 MiB becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, so the rest of a slab is not
-wasted.
+`[Note: host pool]`  Pinned memory takes the system 0.06 to 0.7 s per GiB, and PyTorch's allocator, which serves some
+devices, rounds every request up to a power of two.  So `HostPool` allocates only powers of two, its *slabs*, and only
+what is missing: a shortfall of 100 MiB becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, so
+the rest of a slab is not wasted.
 
 A returned buffer is first kept whole, in a bin of its size: a training step allocates the same sizes again.  Only when
 a bin is empty are the bins dissolved into free segments and joined.
@@ -307,7 +307,7 @@ class HostPool:
 
     def fill(self, nbytes: int) -> None:
         """Allocate slabs until `nbytes` are held; fewer where the limit or the system forbids it."""
-        largest = LARGEST  # at once that takes 0.14 s a GiB beside an H100; where a forward takes it, 0.23 s
+        largest = LARGEST
         with self._lock:
             self._mend()
             while largest >= GRANULE <= (missing := nbytes - self.bytes_held) and not self._over_limit(missing):
