@@ -175,6 +175,34 @@ def test_memory_that_the_driver_or_the_system_refuses():
     module.unpin()
 
 
+FORKED = """
+import ctypes, os
+from actoffload.device import host
+memory = host.pin(1 << 22, lambda *_: 0, lambda address: None)
+address, nbytes = memory.data_ptr(), memory.numel()
+process = os.fork()
+if not process:
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    fixed = 0x100000  # MAP_FIXED_NOREPLACE: the pages are not there
+    assert libc.mmap(address, nbytes, 3, fixed | 0x22, -1, 0) == address
+    del memory
+    host.unpin()
+    ctypes.memset(address, 1, nbytes)
+    os._exit(0)
+assert os.waitpid(process, 0)[1] == 0
+assert not memory.any()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere PyTorch pins memory.")
+def test_a_forked_process_unmaps_nothing_of_its_own():
+    source = str(Path(module.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": source}
+    subprocess.run([sys.executable, "-c", FORKED], env=environment, check=True, timeout=240)
+
+
 # How much of the memory of a device plans use
 
 

@@ -123,6 +123,10 @@ PIECE = 1 << 26  # bytes that are worth a thread
 
 _dropped: deque[PinnedPages] = deque()
 _pinned: dict[int, PinnedPages] = {}  # by address; a weak reference calls back only if something keeps it
+_inherited: list[PinnedPages] = []
+if hasattr(os, "register_at_fork"):
+    # A forked process may have something else at their addresses, which it must not unmap.
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_pinned.values()))  # [guard: pages after a fork]
 
 
 class PinnedPages(weakref.ref[memoryview]):
