@@ -322,6 +322,8 @@ def _run_once(again: LayerCost, sizes: Sequence[int]) -> LayerCost:
         saved=(*again.saved, *map(Saved, sizes)),
         backward=max(again.backward - again.forward, again.forward),
         host_backward=max(again.host_backward - again.host_forward, 0.0),
+        # What was dropped was there for a time, in both directions.
+        forward_temporary=max(again.forward_temporary - sum(sizes), 0),
         backward_temporary=max(again.backward_temporary - sum(sizes), 0),
     )
 
