@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from actoffload.device import use
 from actoffload.pipeline import first_steps
-from actoffload.pipeline.planning import Plans, whole_replay
+from actoffload.pipeline.planning import Plans, plans_of
 from actoffload.schedule import PipelinePlan
 from actoffload.tune import exchange
 
@@ -251,7 +252,11 @@ def halves(name: str) -> dict[str, Any]:
     for way in (1, 2, -1):
 
         def kept(plans: Plans, known: Any, limits: Any, steps_with: Any, way: int = way) -> Any:
-            plans = whole_replay(known, limits, way)
+            only = [
+                replace(each, again={stage: [(own[0], own[way]) for own in ways] for stage, ways in each.again.items()})
+                for each in known
+            ]
+            plans = plans_of(only, limits, whole=True)
             yield from steps_with(plans)
             return plans
 

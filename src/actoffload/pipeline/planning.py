@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from .._text import milliseconds, size
 from ..planner import Variant, plan_pipeline
-from ..planner.variants import recomputed, saved_by
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -96,21 +95,29 @@ class Limits:
         return self.memory_budget is None and given != (None, None, None)
 
 
-def plans_of(measured: Sequence[RankCosts], limits: Limits) -> Plans:
-    """Return the plans of all ranks: what the arguments ask for if that fits, otherwise the fastest that fit."""
+def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = False) -> Plans:
+    """Return the plans of all ranks: what the arguments ask for if that fits, otherwise the fastest that fit.
+
+    With `whole`, every group is replayed as a whole, and offloaded only where a rank would exceed its memory; there are
+    none if no group has another way.
+    """
+    variants = variants_of(measured)
+    if whole and not any(len(group) > 1 for groups in variants.values() for group in groups):
+        return ()
     names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
     orders = [each.order for each in measured]
     plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
-    if limits.by_hand:
+    if limits.by_hand and not whole:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
         if not _exceed(plans, measured):
             return plans
     least = min((each.limit for each in measured if each.limit is not None), default=None)
     budgets = [least if each.limit is None else each.limit for each in measured]
     known = [budget for budget in budgets if budget is not None]
-    plans = plan(memory_budget=known, variants=variants_of(measured)) if known else plan(fraction=0.0)
+    much: dict[str, Any] = {"memory_budget": known} if known else {"fraction": 0.0}
+    plans = plan(variants=variants, whole=whole, **much)
     return tuple(
         found if not found.idle or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
         for found, budget in zip(plans, budgets, strict=True)
@@ -164,7 +171,7 @@ def keep_best(
     def replanned(excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
         pairs = zip(measured, excess, strict=True)
         less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
-        found = (plans_of if best is None else whole_replay)(less, limits)
+        found = plans_of(less, limits, whole=best is not None)
         return () if not found or _exceed(found, less) else found
 
     best, kept, took = yield from trials.keep_best(plans, run, replanned, "step")
@@ -180,29 +187,6 @@ def keep_best(
         )
         for plan, peak in zip(kept.plans, kept.peaks, strict=True)
     )
-
-
-def whole_replay(measured: Sequence[RankCosts], limits: Limits, way: int = -1) -> Plans:
-    """Return plans in which every group is replayed as a whole, and offloaded only if a rank would exceed its memory.
-
-    There are none where recomputation was not measured.  Of the ways to run each group, another one may be chosen.
-    """
-    variants = variants_of(measured)
-    ways = {
-        stage: {group: range(len(found))[way] for group, found in enumerate(groups) if len(found) > 1}
-        for stage, groups in variants.items()
-    }
-    if not any(ways.values()):
-        return ()
-    again, saves = list[RankCosts](), dict[int, tuple[tuple[str, ...] | None, ...]]()
-    for each in measured:
-        costs = dict(each.costs)
-        for stage in costs.keys() & {stage for stage, mine in ways.items() if mine}:
-            saves[stage] = saved_by(costs[stage], variants[stage], ways[stage])
-            costs[stage] = recomputed(costs[stage], variants[stage], ways[stage])
-        again.append(replace(each, costs=costs, again=None))
-    plans = plans_of(again, replace(limits, fraction=0.0, delta_bytes_per_rank=None))
-    return tuple(replace(plan, saves={stage: saves[stage] for stage in plan.names if stage in saves}) for plan in plans)
 
 
 # Exchanges

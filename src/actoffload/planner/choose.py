@@ -38,6 +38,7 @@ def choose(
     without_bytes: int | None = None,
     excess: int = 0,
     host_limit: int | None = None,
+    whole: bool = False,
 ) -> Plan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
@@ -66,6 +67,8 @@ def choose(
         within the limit.
     host_limit : int, optional
         Bytes of host memory for what is offloaded in one step; None for no limit.
+    whole : bool
+        Whether every group is run in the last of its ways, as activation checkpointing runs it.
 
     Returns
     -------
@@ -88,13 +91,13 @@ def choose(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    models = _models(names, groups, link, host_seconds, among, host_limit)
+    models = _models(names, groups, link, host_seconds, among, host_limit, whole=whole)
     check_limit(limit=limit)
     if without_bytes is not None:
         check_bytes(without_bytes=without_bytes)
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
-    without = models[0].peak_bytes if without_bytes is None else without_bytes
+    without = models[0].ranks.baseline_peaks[0] if without_bytes is None else without_bytes
     plan = _best(models, most)
     because = ""
     if (plan.peak_bytes or 0) > most:
@@ -158,6 +161,8 @@ def _models(
     host_seconds: float,
     among: Collection[int] | None,
     host_limit: int | None,
+    *,
+    whole: bool = False,
 ) -> list[_Model]:
     """Return the model with all that is made again held until its last use, and without, if that is not the same."""
     check_kinds(str, names=names)
@@ -174,7 +179,7 @@ def _models(
         raise ValueError(
             f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
         )
-    given = link, host_seconds, Knobs(host_limit=host_limit, stages=among, early=EARLY)
+    given = link, host_seconds, Knobs(host_limit=host_limit, stages=among, early=EARLY, whole=whole)
     lean = _Model(names, groups, *given)
     if not any(way.held for group in groups for way in group):
         return [lean]
@@ -211,13 +216,12 @@ class _Model:
         variants = {k: [group] for k, group in enumerate(self.groups)}
         how = {"host_seconds": self.host_seconds, "model": True}
         self.ranks = Ranks([order], stages, self.link, variants, self.knobs, **how)
-        self.peak_bytes = self.ranks.choices[0].profile.peak_bytes
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
         ranks = self.ranks
-        ranks.use({})
-        if self.peak_bytes <= limit:
+        ranks.reset()
+        if ranks.choices[0].profile.peak_bytes <= limit:
             return self._described(ranks.choices[0].nothing)
         ranks.recompute(0, limit, ROUNDING, quick=True)
         least = ranks.choices[0].leanest()

@@ -15,7 +15,7 @@ from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.simulate import check_pipeline
 from .placement import Placement
 from .search import MARGINS, Choices, Knobs, Ranks
-from .variants import StageVariants, by_stage, saved_by
+from .variants import StageVariants, by_stage
 
 FREE = 0.002
 """Part of the step by which a plan without a cost may take longer."""
@@ -35,6 +35,7 @@ def plan_pipeline(
     max_inflight: int | None = None,
     memory_budget: int | str | Sequence[int | str] | None = None,
     variants: StageVariants | None = None,
+    whole: bool = False,
     send_latency: float = 0.0,
     send_bandwidth: float = inf,
 ) -> tuple[PipelinePlan, ...]:
@@ -62,6 +63,8 @@ def plan_pipeline(
     variants : mapping, optional
         Ways to run the groups with recomputation, the first without; they are used only where a budget cannot be
         reached without a cost in time, and only if they cost less.
+    whole : bool
+        Whether every group is run in the last of its ways, as activation checkpointing runs it.
 
     Returns
     -------
@@ -96,7 +99,7 @@ def plan_pipeline(
     if len(budgets) != len(orders):
         raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
     budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
-    knobs = Knobs(fraction, delta, max_inflight)
+    knobs = Knobs(fraction, delta, max_inflight, whole=whole)
     ranks = Ranks(orders, stages, link, variants or {}, knobs, send_latency=send_latency, send_bandwidth=send_bandwidth)
     for rank, budget in enumerate(budgets):
         if budget is not None and variants:
@@ -140,8 +143,10 @@ def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequen
     """Return the plans with what they are expected to cost."""
     runs, seconds = ranks.simulated([placement for placement, _ in found])
     costs = [times.cost for times in ranks.pipeline.times]
-    taken = by_stage(ranks.ways).items()
-    saves = {stage: saved_by(costs[stage], ranks.variants[stage], ways) for stage, ways in taken}
+    saves = {
+        stage: tuple(group[ways.get(k, 0)].saves for k, group in enumerate(ranks.variants[stage]))
+        for stage, ways in by_stage(ranks.ways).items()
+    }
     plans = []
     for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
         mine = {stage: costs[stage] for stage in sorted({step.stage for step in order})}

@@ -50,6 +50,7 @@ class Knobs:
     host_limit: int | None = None  # bytes of host memory on each rank
     stages: Collection[int] | None = None  # whose groups may be offloaded
     early: float = 0.0  # part of the time behind the last forward by which reloads are done earlier than needed
+    whole: bool = False  # every group is run in the last of its ways
 
     @property
     def given(self) -> bool:
@@ -184,7 +185,8 @@ class Ranks:
         self._times: dict[tuple[int, ...], StageTimes] = {}
         self._known: dict[Key, tuple[list[StageTimes], float, list[Choices]]] = {}
         self.use({})
-        self.baseline_seconds = self.seconds
+        self.baseline_seconds, self.baseline_peaks = self.seconds, [each.profile.peak_bytes for each in self.choices]
+        self.reset()
 
     def use(self, ways: Ways) -> None:
         """Run groups in some ways from now on; how the ranks run so without offloading is found out once."""
@@ -199,6 +201,11 @@ class Ranks:
             ]
             self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
         pipeline.times, self.seconds, self.choices = self._known[key]
+
+    def reset(self) -> None:
+        """Run no group with recomputation, or every one in its last way."""
+        ways = {(stage, k): len(ways) - 1 for stage, groups in self.variants.items() for k, ways in enumerate(groups)}
+        self.use({pair: way for pair, way in ways.items() if way} if self.knobs.whole else {})
 
     def _stage_times(self, stage: int, ways: Mapping[int, int]) -> StageTimes:
         """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
@@ -219,6 +226,8 @@ class Ranks:
         They stay as they are if that takes no more than a `free` part of the step longer than without a limit.  If the
         limit cannot be kept, they are those with the smallest peak.  `quick` is as in `Choices.within`.
         """
+        if self.knobs.whole:
+            return
         stages = {step.stage for step in self.orders[rank]}
         if not any(stage in stages for stage, _ in self.ways):
             most = self.seconds * (1 + free)

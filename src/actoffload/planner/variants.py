@@ -318,10 +318,3 @@ def recomputed(cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Map
                 recomputed=max(split.kept - kept, 0),
             )
     return replace(cost, groups=tuple(groups), splits=tuple(splits))
-
-
-def saved_by(
-    cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Mapping[int, int]
-) -> tuple[tuple[str, ...] | None, ...]:
-    """Return what the groups of a stage with recomputation save: see `PipelinePlan.saves`."""
-    return tuple(variants[k][ways[k]].saves if k in ways else None for k in range(len(cost.groups)))

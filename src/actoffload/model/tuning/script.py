@@ -235,26 +235,16 @@ class Script:
         found, ways, limit = self.found, self.found.ways, (self.found.limit or inf) - excess[0]
         if best is None:
             return (found.chosen(),)
-        last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
-        if found.in_flight > 1 or best.plans[0].peak_bytes is None or last == list(ways):
+        if found.in_flight > 1 or best.plans[0].peak_bytes is None or all(len(group) == 1 for group in ways):
             return ()
         pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
         least = sum(min(cost.forward + cost.backward for cost in pair) for pair in pairs)
         if best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
             self._least = least
             return ()
-        plan = self._as_timed(best)
-        costs = replace(found, ways=last).chosen(excess=excess[0])
-        longest = [(costs.holds and group[-1].held) or group[-1].cost for group in ways]
-        again = (cost.backward - group[0].cost.backward for cost, group in zip(longest, ways, strict=True))
-        whole = replace(
-            costs,
-            saves=tuple(group[-1].saves for group in ways),
-            recomputed_nbytes=tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways),
-            recompute_seconds=sum(max(each, 0.0) for each in again),
-            baseline_seconds=plan.baseline_seconds,
-            peak_bytes=(costs.peak_bytes or 0) - found.excess,
-        )
+        self._as_timed(best)
+        plan = found.chosen(excess=excess[0], whole=True)
+        whole = replace(plan, peak_bytes=(plan.peak_bytes or 0) - found.excess)
         return () if (whole.peak_bytes or inf) > limit else (whole,)
 
     def _peak_of(self, passes: Sequence[TimedPass]) -> int:
