@@ -91,21 +91,10 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Return what each group of a pass that offloaded everything costs the device.
 
-    Parameters
-    ----------
-    meter : Meter
-        Of the pass.
-    sizes : sequence of sequence of int
-        By group: bytes of the storages that it saves.
-    kinds : sequence of hashable
-        By group: what those have in common that cost the same.
-    compiled : collection of int
-        Groups that are compiled: they save everything at the end of their forward.
-    allocated : int
-        Bytes that may be allocated before a pass: as much more other memory is there, if it was less before this one.
+    By group, `sizes` are the bytes of the storages that it saves, and `kinds` what those have in common that cost the
+    same.  The groups in `compiled` save everything at the end of their forward.  A pass may begin with `allocated`
+    bytes: as much more other memory is there, if it was less before this one.
 
-    Notes
-    -----
     A group that has no backward, because its weights and inputs need no gradients, takes no time in it.  A host that
     waits for the device is late for another reason than its work, so groups of one kind have the least of what they
     took, without the time for the tensors that were offloaded.
@@ -224,22 +213,10 @@ def stage_cost(
     gradients: Sequence[int] = (),
     meter: StepMeter | None = None,
 ) -> StageCost:
-    """Return the cost of a stage.
+    """Return the cost of a stage, of which each group saves storages, given by place and bytes.
 
-    Parameters
-    ----------
-    stage : int
-        Its index.
-    saved : sequence of sequence of tuple of int
-        By group: the place and the bytes of each storage that it saves.
-    learned : Learned
-        What the steps so far showed.
-    outside, other_bytes : int
-        Bytes that a microbatch saves in no group, and bytes that are always on the device.
-    gradients : sequence of int
-        Bytes that each group allocates for gradients.
-    meter : StepMeter, optional
-        Of a step that shows how long groups take, and what they allocate for a time.  Without, all take the same time.
+    A microbatch saves bytes `outside` of the groups, and `other_bytes` are always on the device.  `gradients` are the
+    bytes that each group allocates for them.  Without the `meter` of a step all groups take the same time.
     """
     # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
     late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}

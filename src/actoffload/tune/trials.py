@@ -55,19 +55,11 @@ def keep_best(
 ) -> Generator[Asked, Answer, tuple[Trial[P], Trial[P], str]]:
     """Try plans as [Note: trials of plans] says; return the best trial without whole replay, and the best of all.
 
-    Also return how long both took, in a sentence; empty if whole replay was not tried, or does not fit.
+    Also return how long both took in a `unit`, in a sentence; empty if whole replay was not tried, or does not fit.
 
-    Parameters
-    ----------
-    plans : tuple of plan
-        The first ones.
-    run : callable
-        Returns a generator of passes with plans, which returns their trial; the flag says whether it is whole replay.
-    replanned : callable
-        From bytes by which each plan has to take less to other plans, or none; after the trial of the best ones to
-        those with whole replay.
-    unit : str
-        What is timed.
+    `run` returns a generator of passes with plans, which returns their trial; its flag says whether it is whole replay.
+    `replanned` is given the bytes by which each plan has to take less, and returns other plans, or none; after the
+    trial of the best ones those with whole replay.
     """
 
     def follow(

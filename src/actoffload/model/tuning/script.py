@@ -279,16 +279,9 @@ def ways_of(
 ) -> list[tuple[Variant, ...]]:
     """Return the ways to run each group, the first of them without replay; see [Note: the first passes].
 
-    Parameters
-    ----------
-    groups, costs : sequence
-        In the order of the leanest pass, and what each cost there.
-    among : collection of int
-        The groups that plans may replay.
-    operators, saved : mapping
-        By group: its operators with their times; of a compiled one bytes of what it saves beside its inputs as it is.
-    batch : int
-        Copies wait until they have that many bytes, as in `LayerCost.in_batches`.
+    The groups, and what each cost, are in the order of the leanest pass; plans may replay those in `among`, by number.
+    By number, `operators` are those of a group with their times, and `saved` the bytes that a compiled one saves beside
+    its inputs as it is.  Copies wait until they have `batch` bytes.
     """
     times = Counter(group.group for group in groups)
     found = list[tuple[Variant, ...]]()
