@@ -1,11 +1,20 @@
-"""Numbers with their units, names of repeated modules in one line, and tables as text or Markdown."""
+"""Numbers with their units, names of repeated modules in one line, tables, and plain data as text.
+
+`[Note: messages]`  Messages between ranks and files of plans are plain data.  A process that can write to the store of
+`torch.distributed` can post a message.  If messages were pickles, such a message could run any code in every rank.  So
+reading one makes plain values and objects of registered classes of data, and calls nothing else.  Numbers stay exact:
+JSON has all digits of an integer, and the shortest text that gives the same float.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
 
@@ -162,3 +171,79 @@ def _escape(words: str) -> str:
     words = " ".join(words.split())
     parts = words.split("`") if words.count("`") % 2 == 0 else [words.replace("`", "\\`")]
     return "`".join(part if k % 2 else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", part) for k, part in enumerate(parts))
+
+
+# Plain data as JSON
+
+_kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
+_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+
+
+class UnreadableError(Exception):
+    """Bytes are no plain data that this version writes."""
+
+
+def register(*kinds: type) -> None:
+    """Let plain data have objects of some classes."""
+    _kinds.update({kind.__name__: kind for kind in kinds})
+
+
+def written(message: Any) -> bytes:
+    """Return plain data as bytes; raises a `TypeError` for objects of a class that is not registered."""
+    return json.dumps(_plain(message)).encode()
+
+
+def read(data: bytes) -> Any:
+    """Return the plain data that was written as some bytes; raises an `UnreadableError` if it is none.
+
+    >>> from actoffload._text import read, written
+    >>> read(written({1: (0.1, None, float("inf"))}))
+    {1: (0.1, None, inf)}
+    """
+    try:
+        return _made(json.loads(data))
+    except Exception as error:  # whatever the classes raise for values that they do not take
+        raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as what JSON has; an object with one key says what a value was."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return {_known(value): value.name}
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
+        return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
+    if isinstance(value, Mapping):
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    name = type(value).__name__
+    if name not in _containers:
+        raise TypeError(f"{name} is not registered for messages.")
+    return {name: [_plain(item) for item in value]}
+
+
+def _known(value: Any) -> str:
+    kind = type(value)
+    if _kinds.get(kind.__name__) is not kind:
+        raise TypeError(f"{kind.__name__} is not registered for messages.")
+    return kind.__name__
+
+
+def _made(plain: Any) -> Any:
+    """Return the value that `_plain` was called with."""
+    if isinstance(plain, list):
+        return [_made(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((name, content),) = plain.items()
+    if name in _containers:
+        return _containers[name](_made(content))
+    kind = _kinds[name]
+    if issubclass(kind, enum.Enum):
+        return kind[content]
+    return kind(**{key: _made(item) for key, item in content.items()})

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
+from actoffload._text import written
 from actoffload.model.tuning import ranks
 from actoffload.model.tuning.ranks import WINDOW, ranks_of
-from actoffload.tune.exchange import Exchange, LostRankError, written
+from actoffload.tune.exchange import Exchange, LostRankError
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]

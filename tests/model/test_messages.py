@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actoffload._text import UnreadableError, read, written
 from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.metering import Peak, Stage
 from actoffload.model.tuning.ranks import Decision
@@ -21,7 +22,7 @@ from actoffload.pipeline.planning import RankCosts, RankTrial, Settings
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
-from actoffload.tune.exchange import Exchange, LostRankError, UnreadableError, read, written
+from actoffload.tune.exchange import Exchange, LostRankError
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_calls import copied
 
+from actoffload._text import written
 from actoffload.schedule.execution_order import Roles, remap
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
@@ -188,17 +189,17 @@ def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
 
 
 def changed(**changes: object) -> str:
-    plan = {
-        "format": "actoffload plan",
-        "version": 1,
-        "model_layers": 2,
-        "names": ["a", "b"],
-        "steps": [],
-        "nbytes": [1, 2],
-    }
-    whole = {**plan, "seconds": 1.0, "baseline_seconds": None, "peak_bytes": 3, "because": ""}
-    again = {"recomputed_nbytes": [], "recompute_seconds": 0.0, "saves": [], "holds": False}
-    return json.dumps({**whole, **again, **changes})
+    """Return the text of a file with a plan of which some entries are others."""
+    content = json.loads(written(Plan(2, names=("a", "b"), nbytes=(1, 2), seconds=1.0, peak_bytes=3)))
+    content["Plan"] |= changes
+    return json.dumps(content)
+
+
+def does(when: str, layer: object, do: str, other: int) -> dict[str, object]:
+    """Return the steps of a plan with one action, as in a file."""
+    event = {"Event": {"when": {"When": when}, "layer": layer}}
+    action = {"Action": {"do": {"Do": do}, "layer": other}}
+    return {"dict": [[event, {"tuple": [action]}]]}
 
 
 @pytest.mark.parametrize(
@@ -210,22 +211,26 @@ def changed(**changes: object) -> str:
         "3",
         "{}",
         "[" * 100_000,
-        changed(version=2),
-        changed(format="else"),
+        '{"Plan": {}}',
+        changed(more=2),
+        changed(model_layers=None),
         changed(names=["a"]),
         changed(names=[1, 2]),
         changed(names=None),
         changed(nbytes=[1, -2]),
         changed(nbytes=[1, True]),
+        changed(recomputed_nbytes=[1, "2"]),
+        changed(saves=[None, [1]]),
+        changed(holds=1),
         changed(seconds="1"),
         changed(seconds=float("nan")),
         changed(peak_bytes=1.5),
         changed(because=None),
-        changed(steps=[["FORWARD_START", 0, "OFFLOAD", 5]]),
-        changed(steps=[["FORWARD_START", 0, "RELEASE", 0]]),
-        changed(steps=[["SOMETIME", 0, "OFFLOAD", 0]]),
-        changed(steps=[["FORWARD_START", 0]]),
-        changed(steps=[["FORWARD_START", "0", "OFFLOAD", 0]]),
+        changed(steps=does("FORWARD_START", 0, "OFFLOAD", 5)),
+        changed(steps=does("FORWARD_START", 0, "RELEASE", 0)),
+        changed(steps=does("SOMETIME", 0, "OFFLOAD", 0)),
+        changed(steps=does("FORWARD_START", "0", "OFFLOAD", 0)),
+        changed(steps=[]),
     ],
 )
 def test_a_file_that_is_no_plan_is_a_value_error(tmp_path, text):

@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .._text import milliseconds, size
+from .._text import milliseconds, register, size
 from ..planner import Variant, plan_pipeline
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune import trials
-from ..tune.exchange import Exchange, RefusedError, register
+from ..tune.exchange import Exchange, RefusedError
 from ..tune.exchange import disagreement as different_arguments
 from ..tune.trials import Trial, fits
 

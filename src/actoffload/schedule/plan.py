@@ -6,19 +6,28 @@ A plan is data: the engine executes it, `simulate` predicts its cost, and the do
 from __future__ import annotations
 
 import enum
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, cast
 
-from .._arguments import check_kind, check_kinds, check_whole
-from .._text import Table, fold, fold_names, milliseconds, numberless, size, size_or_dash
-
-FORMAT = "actoffload plan"  # of files
+from .._arguments import check_bool, check_fits, check_kind, check_kinds, check_whole
+from .._text import (
+    Table,
+    UnreadableError,
+    fold,
+    fold_names,
+    milliseconds,
+    numberless,
+    read,
+    register,
+    size,
+    size_or_dash,
+    written,
+)
 
 
 class When(enum.Enum):
@@ -178,7 +187,6 @@ class Plan(AnyPlan):
     holds: bool = False
     baseline_peak_bytes: int | None = None
 
-    VERSION: ClassVar[int] = 1  # of the content of files
     WORK = ("steps", "saves", "holds")
 
     def __post_init__(self) -> None:
@@ -195,6 +203,16 @@ class Plan(AnyPlan):
                     f"{name} has {len(entries)} entries, but the plan has {self.model_layers} layers; "
                     "give one for each layer."
                 )
+        for nbytes in (*self.nbytes, *self.recomputed_nbytes):
+            check_whole(nbytes=nbytes, least=0)
+        for saves in filter(None, self.saves):
+            check_kinds(str, saves=saves)
+        check_whole(peak_bytes=self.peak_bytes, baseline_peak_bytes=self.baseline_peak_bytes, optional=True)
+        times = {name: getattr(self, name) for name in ("seconds", "baseline_seconds", "recompute_seconds")}
+        known = {name: value for name, value in times.items() if value is not None}
+        check_fits("seconds, 0 or more", lambda value: value >= 0, **known)
+        check_kind(str, because=self.because)
+        check_bool(holds=self.holds)
         self._check()
 
     @classmethod
@@ -294,21 +312,14 @@ class Plan(AnyPlan):
         return "; ".join(parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, with one entry a line.
+        """Write the plan to a JSON file.
 
         Parameters
         ----------
         path : str or path-like
             Replaced if it exists.
         """
-        steps = [
-            [event.when.name, event.layer, action.do.name, action.layer]
-            for event in self.events()
-            for action in self.steps.get(event, ())
-        ]
-        content = {"format": FORMAT, "version": self.VERSION, **vars(self), "steps": steps}
-        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
-        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        Path(path).write_bytes(written(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -324,80 +335,52 @@ class Plan(AnyPlan):
         FileNotFoundError
             If there is no such file.
         ValueError
-            If the file has no plan, or one of another version.
+            If the file has no plan of this version of actoffload.
         """
-        text = Path(path).read_bytes()
         try:
-            content = json.loads(text)
-            if (content["format"], content["version"]) != (FORMAT, cls.VERSION):
-                raise ValueError(f"expected {FORMAT} of version {cls.VERSION}")
-            if not isinstance(content["because"], str):
-                raise TypeError("the reason is no text")
-            return cls.of(
-                _number(content["model_layers"]),
-                [
-                    (Event(When[when], _number(at)), Action(Do[do], _number(layer)))
-                    for when, at, do, layer in content["steps"]
-                ],
-                names=content["names"],
-                nbytes=tuple(map(_number, content["nbytes"])),
-                recomputed_nbytes=tuple(map(_number, content["recomputed_nbytes"])),
-                recompute_seconds=_number(content["recompute_seconds"], int, float),
-                saves=tuple(None if names is None else tuple(map(str, names)) for names in content["saves"]),
-                holds=content["holds"] is True,
-                seconds=_number(content["seconds"], int, float, NoneType),
-                baseline_seconds=_number(content["baseline_seconds"], int, float, NoneType),
-                peak_bytes=_number(content["peak_bytes"], int, NoneType),
-                baseline_peak_bytes=_number(content.get("baseline_peak_bytes"), int, NoneType),
-                because=content["because"],
-            )
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            plan = read(Path(path).read_bytes())
+            check_kind(cls, plan=plan)
+        except (UnreadableError, TypeError) as error:
             raise ValueError(
-                f"{path} is no plan that this version of actoffload can read ({error!r}); "
-                "write it with `save` of a plan."
+                f"{path} is no plan that this version of actoffload can read ({error}); write it with `save` of a plan."
             ) from error
+        return cast(Self, plan)
 
     def _check(self) -> None:
+        times = {event: k for k, event in enumerate(self.events())}
         places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
         for event, acts in self.steps.items():
-            if not 0 <= event.layer < self.model_layers:
+            if event not in times:
                 raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
             for k, act in enumerate(acts):
                 if not 0 <= act.layer < self.model_layers:
                     raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
                 if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
-                places[act] = self._place(event.when, event.layer), k
+                places[act] = times[event], k
         for act, place in places.items():
-            problem = self._misplaced(act, place, places)
+            problem = _misplaced(act, place, places, times)
             if problem:
                 raise ValueError(f"The plan would {act} {problem}.")
 
-    def _place(self, when: When, layer: int) -> int:
-        """Return the place of an event among `events`."""
-        if when in (When.FORWARD_START, When.FORWARD_END):
-            return 2 * layer + (when is When.FORWARD_END)
-        return 2 * (2 * self.model_layers - 1 - layer) + (when is When.BACKWARD_END)
 
-    def _misplaced(self, act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]]) -> str:
-        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
-        layer = act.layer
-        if act.do is Do.OFFLOAD:
-            if place[0] < self._place(When.FORWARD_START, layer):
-                return "before its forward starts; move it there or later"
-        else:
-            before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
-            if before not in places or places[before] > place:
-                return f"without, or before, the action '{before}'; add it earlier"
-        if act.do is Do.RELEASE and place[0] < self._place(When.FORWARD_END, layer):
-            return "before its forward ends; move it there or later"
-        if place[0] > self._place(When.BACKWARD_START, layer):
-            return "after its backward starts, when it is of no use; move it earlier"
-        return ""
+def _misplaced(
+    act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]], times: Mapping[Event, int]
+) -> str:
+    """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
+    layer = act.layer
+    if act.do is Do.OFFLOAD:
+        if place[0] < times[Event(When.FORWARD_START, layer)]:
+            return "before its forward starts; move it there or later"
+    else:
+        before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
+        if before not in places or places[before] > place:
+            return f"without, or before, the action '{before}'; add it earlier"
+    if act.do is Do.RELEASE and place[0] < times[Event(When.FORWARD_END, layer)]:
+        return "before its forward ends; move it there or later"
+    if place[0] > times[Event(When.BACKWARD_START, layer)]:
+        return "after its backward starts, when it is of no use; move it earlier"
+    return ""
 
 
-def _number(value: Any, *types: type) -> Any:
-    """Return a value of one of the types, by default int; raise a `ValueError` for others and negative numbers."""
-    if type(value) not in (types or (int,)) or (value is not None and not value >= 0):
-        raise ValueError(f"{value!r} is no number that was expected")
-    return value
+register(Plan, Event, When, Action, Do)

@@ -9,105 +9,21 @@ Messages are plain data, see [Note: messages].
 The first rank collects what the others send, and answers.  It waits half as long as the others wait for it, so that
 they learn from it who is missing.  Each meeting of ranks has keys of its own: it has a number, which counts the
 meetings of these ranks in the process.  A rank whose arguments are wrong posts why, and all others raise that.
-
-`[Note: messages]`  A process that can write to the store of `torch.distributed` can post a message.  If messages were
-pickles, such a message could run any code in every rank.  So reading a message makes plain values and objects of
-registered classes of data, and calls nothing else.  Numbers stay exact: JSON has all digits of an integer, and the
-shortest text that gives the same float.
 """
 
 from __future__ import annotations
 
-import enum
-import json
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import torch.distributed as dist
 
+from .._text import UnreadableError, read, written
 from .._torch.modules import default_store
-
-_kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
-_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
-
-
-class UnreadableError(Exception):
-    """A message is none that a rank of this version posts."""
-
-
-def register(*kinds: type) -> None:
-    """Let messages have objects of some classes."""
-    _kinds.update({kind.__name__: kind for kind in kinds})
-
-
-def written(message: Any) -> bytes:
-    """Return a message as bytes; raises a `TypeError` for objects of a class that is not registered."""
-    return json.dumps(_plain(message)).encode()
-
-
-def read(data: bytes) -> Any:
-    """Return the message that was written as some bytes; raises an `UnreadableError` if it is none.
-
-    >>> from actoffload.tune.exchange import read, written
-    >>> read(written({1: (0.1, None, float("inf"))}))
-    {1: (0.1, None, inf)}
-    """
-    try:
-        return _made(json.loads(data))
-    except Exception as error:  # whatever the classes raise for values that they do not take
-        raise UnreadableError(f"{type(error).__name__}: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as what JSON has; an object with one key says what a value was."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, enum.Enum):
-        return {_known(value): value.name}
-    if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    if is_dataclass(value) or hasattr(value, "_fields"):
-        names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
-        return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
-    if isinstance(value, Mapping):
-        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    name = type(value).__name__
-    if name not in _containers:
-        raise TypeError(f"{name} is not registered for messages.")
-    return {name: [_plain(item) for item in value]}
-
-
-def _known(value: Any) -> str:
-    kind = type(value)
-    if _kinds.get(kind.__name__) is not kind:
-        raise TypeError(f"{kind.__name__} is not registered for messages.")
-    return kind.__name__
-
-
-def _made(plain: Any) -> Any:
-    """Return the value that `_plain` was called with."""
-    if isinstance(plain, list):
-        return [_made(item) for item in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((name, content),) = plain.items()
-    if name in _containers:
-        return _containers[name](_made(content))
-    kind = _kinds[name]
-    if issubclass(kind, enum.Enum):
-        return kind[content]
-    return kind(**{key: _made(item) for key, item in content.items()})
-
-
-# Exchanges
 
 LIMIT = 120.0  # seconds for which a rank waits for the first one, which itself waits half as long for the others
 SHORTEST, LONGEST, PART = 1e-4, 0.02, 0.01  # pauses between two looks: seconds, and part of the time waited so far

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.nn import Module
 
+from ..._text import register
 from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
 from ...planner import Variant
 from ...schedule.costs import LayerCost, Link, Saved
-from ...schedule.plan import Action, Do, Event, Plan, When
-from ...tune.exchange import Exchange, LostRankError, disagreement, register
+from ...tune.exchange import Exchange, LostRankError, disagreement
 from .findings import Findings, Room
 from .metering import Peak, Stage
 
@@ -45,8 +45,7 @@ class Decision:
     found: Findings
 
 
-register(Decision, Findings, Peak, Room, Stage, Plan, Event, When, Action, Do)
-register(Variant, LayerCost, Saved, Link)
+register(Decision, Findings, Peak, Room, Stage, Variant, LayerCost, Saved, Link)
 
 
 def ranks_of(model: Module) -> tuple[int, ...]:
