@@ -29,7 +29,7 @@ from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune import trials
-from ..tune.exchange import Exchange, RefusedError
+from ..tune.exchange import LONE, Exchange, RefusedError
 from ..tune.exchange import disagreement as different_arguments
 from ..tune.trials import Trial, fits
 
@@ -191,8 +191,6 @@ def keep_best(
 
 # Exchanges
 
-OTHERS = "of the pipeline"
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -217,7 +215,7 @@ class PipelineRanks:
     def __init__(self, group: Any = None) -> None:
         initialized = dist.is_available() and dist.is_initialized()
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
-        self.group, self._pipeline, self._copies = group, _exchange("pipeline", ranks), _exchange("stage", ())
+        self.group, self._pipeline, self._copies = group, Exchange.of("pipeline", ranks), LONE
         self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
         self._number = 0  # of values that were exchanged
 
@@ -227,7 +225,7 @@ class PipelineRanks:
         `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
         if there are equally many of each rank of the pipeline.
         """
-        copies = _exchange("stage", replicas)
+        copies = Exchange.of("stage", replicas)
         try:
             own = self._gather(self._pipeline, (settings, tuple(replicas)))
             if len({len(each) for _, each in own}) == 1:
@@ -235,35 +233,28 @@ class PipelineRanks:
             return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
         except RefusedError as error:
             refused: Settings = error.args[0]
-            self._refuse(refused, copies)  # the other pipelines wait for this one
+            for exchange in (self._pipeline, copies):  # the other pipelines wait for this one
+                exchange.refuse(refused)
             return [refused]
 
     def refuse(self, problem: str, replicas: Sequence[int]) -> None:
         """Take no part, and let the others raise what is wrong with the arguments of this rank."""
         if dist.is_available() and dist.is_initialized():
-            self._refuse(Settings(dist.get_rank(), {}, problem), _exchange("stage", replicas))
-
-    def _refuse(self, settings: Settings, copies: Exchange | None) -> None:
-        for exchange in filter(None, (self._pipeline, copies)):
-            exchange.refuse(settings)
+            for exchange in (self._pipeline, Exchange.of("stage", replicas)):
+                exchange.refuse(Settings(dist.get_rank(), {}, problem))
 
     def gather(self, value: T) -> list[list[T]]:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
         return self._gather(self._copies, self._gather(self._pipeline, value))
 
-    def _gather(self, exchange: Exchange | None, value: Any) -> list[Any]:
+    def _gather(self, exchange: Exchange, value: Any) -> list[Any]:
         self._number += 1
-        return [value] if exchange is None else exchange.gather(str(self._number), value, OTHERS)
+        return exchange.gather(str(self._number), value, "of the pipeline")
 
     def leave(self) -> None:
         """Take no further part, and let the others not wait."""
-        for exchange in filter(None, (self._pipeline, self._copies)):
+        for exchange in (self._pipeline, self._copies):
             exchange.leave()
-
-
-def _exchange(name: str, ranks: Sequence[int]) -> Exchange | None:
-    """Return the next exchange of some ranks; None for one rank."""
-    return Exchange.of(name, ranks) if len(ranks) > 1 else None
 
 
 def disagreement(settings: Sequence[Settings]) -> str:

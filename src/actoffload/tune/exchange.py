@@ -44,28 +44,32 @@ class Exchange:
     """The messages of one meeting of ranks; any method may raise a `LostRankError`.
 
     The `name` is the same in all ranks, and of no other meeting.  Of the global `ranks` that take part the first one
-    leads.  `store` returns the store, None if there is none any more; by default that of the default process group.
+    leads; where there is one, it posts nothing.  `store` returns the store, None if there is none any more; by default
+    that of the default process group.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
         self.rank, self.ranks, self._name, self._store = rank, tuple(ranks), name, store or _store
         self.leader = self.ranks[0]
-        self.leads = rank == self.leader
+        self.leads, self.alone = rank == self.leader, len(self.ranks) == 1
         self._gone = set[int]()  # ranks that take no further part
 
-    @classmethod
-    def of(cls, name: str, ranks: Iterable[int]) -> Exchange:
+    @staticmethod
+    def of(name: str, ranks: Iterable[int]) -> Exchange:
         """Return the next meeting of some ranks, for which all of them call this equally often."""
         ranks = tuple(ranks)
+        if len(ranks) < 2:
+            return LONE
         _meetings[name, ranks] += 1
         path = f"actoffload/{name}/{zlib.crc32(repr(ranks).encode())}/{_meetings[name, ranks]}"
-        return cls(path, dist.get_rank(), ranks)
+        return Exchange(path, dist.get_rank(), ranks)
 
     # Messages
 
     def post(self, key: str, message: Any) -> None:
         """Post a message, in place of an earlier one with this key."""
-        self._call("set", self._path(key), written(message))
+        if not self.alone:
+            self._call("set", self._path(key), written(message))
 
     def has(self, key: str) -> bool:
         """Return whether there is a message."""
@@ -193,6 +197,10 @@ class Exchange:
 
 def _store() -> Any:
     return default_store() if default_store is not None and dist.is_available() and dist.is_initialized() else None
+
+
+LONE = Exchange("", 0, (0,))
+"""That of a rank which meets no others."""
 
 
 def _ended(rank: int) -> str:

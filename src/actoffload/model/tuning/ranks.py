@@ -13,9 +13,9 @@ multiple of a window.  The others look for an announcement at these passes only:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -25,9 +25,11 @@ from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
 from ...planner import Variant
 from ...schedule.costs import LayerCost, Link, Saved
-from ...tune.exchange import Exchange, LostRankError, disagreement
+from ...tune.exchange import LONE, Exchange, LostRankError, disagreement
 from .findings import Findings, Room
 from .metering import Peak, Stage
+
+T = TypeVar("T")
 
 WINDOW = 8  # passes between two looks for an announcement
 FIRST = "in the first forward"
@@ -51,11 +53,8 @@ register(Decision, Findings, Peak, Room, Stage, Variant, LayerCost, Saved, Link)
 def ranks_of(model: Module) -> tuple[int, ...]:
     """Return the global ranks that run a model together, ascending; empty if it runs in this process alone.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        With parameters that are distributed over a device mesh (``fully_shard``, ``parallelize_module``), or wrapped in
-        ``DistributedDataParallel`` or ``FullyShardedDataParallel``: from outside, as a whole or in part.
+    Its parameters are distributed over a device mesh, or it is wrapped for data parallelism: from outside, as a whole
+    or in part.
     """
     if default_store is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return ()
@@ -82,7 +81,7 @@ class Ranks:
 
     def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
         self._model, self._arguments = model, arguments
-        self.exchange: Exchange | None = None  # None if this rank decides alone
+        self.exchange = LONE
         self._epoch = 0
         self._again: int | None = None  # pass with which the next epoch begins
         self._asked = False  # for a new epoch
@@ -91,7 +90,7 @@ class Ranks:
     @property
     def follows(self) -> bool:
         """Whether another rank decides."""
-        return self.exchange is not None and not self.exchange.leads
+        return not self.exchange.leads
 
     def meet(self) -> None:
         """Find the other ranks, and compare the arguments.
@@ -103,70 +102,66 @@ class Ranks:
         """
         model = self._model()
         ranks = () if model is None else ranks_of(model)
-        self.exchange = Exchange.of("model", ranks) if ranks else None
-        own, problem = self._arguments, ""
-        with self._others() as exchange:
-            if exchange is not None and exchange.leads:
-                others, missing = exchange.collect("arguments")
-                if missing:
-                    warn(
-                        f"{exchange.waited(missing, FIRST)} This rank goes on. Call actoffload.offload in all ranks of "
-                        "a sharded or data-parallel model."
-                    )
-                problem = disagreement({exchange.rank: own, **others})
-                exchange.post("problem", (problem, own))
-            elif exchange is not None:
-                exchange.send("arguments", own)
-                problem, theirs = exchange.receive(["problem"], FIRST)
-                # It may have come too late.
-                problem = problem or disagreement({exchange.leader: theirs, exchange.rank: own})
+        self.exchange = Exchange.of("model", ranks)
+        problem = self._try("", self._compare)
         if problem:
-            self.exchange = None
+            self.exchange = LONE
             raise ValueError(problem)
 
-    @contextmanager
-    def _others(self) -> Iterator[Exchange | None]:
-        """Give the exchange; None if this rank decides alone, as it does once a rank that is needed is lost."""
+    def _compare(self) -> str:
+        """Return what is wrong with the arguments of the ranks; empty if nothing is."""
+        exchange, own = self.exchange, self._arguments
+        if exchange.leads:
+            others, missing = exchange.collect("arguments")
+            if missing:
+                warn(
+                    f"{exchange.waited(missing, FIRST)} This rank goes on. Call actoffload.offload in all ranks of "
+                    "a sharded or data-parallel model."
+                )
+            problem = disagreement({exchange.rank: own, **others})
+            exchange.post("problem", (problem, own))
+            return problem
+        exchange.send("arguments", own)
+        problem, theirs = exchange.receive(["problem"], FIRST)
+        # It may have come too late.
+        return problem or disagreement({exchange.leader: theirs, exchange.rank: own})
+
+    def _try(self, otherwise: T, call: Callable[..., T], *arguments: Any) -> T:
+        """Return what an exchange gives; once a rank that is needed is lost, this one decides alone."""
         try:
-            yield self.exchange
+            return call(*arguments)
         except LostRankError as lost:
-            self.exchange = None
+            self.exchange = LONE
             warn(f"{lost} {ALONE}")
+            return otherwise
 
     # Measuring
 
     def decide(self, number: int, decision: Decision) -> None:
         """Post what a pass is for, if this rank decides; without a stage, for all passes that follow."""
-        with self._others() as exchange:
-            if exchange is not None and exchange.leads:
-                exchange.post(self._key("end" if decision.stage is None else number), decision)
+        if self.exchange.leads:
+            self._try(None, self.exchange.post, self._key("end" if decision.stage is None else number), decision)
 
     def decision(self, number: int) -> Decision | None:
         """Wait for what a pass is for; None if this rank decides alone from here on."""
-        with self._others() as exchange:
-            if exchange is not None:
-                keys = self._key(number), self._key("end")
-                found: Decision = exchange.receive(keys, f"in pass {number} of the model")
-                return found
-        return None
+        keys = self._key(number), self._key("end")
+        found: Decision | None = self._try(None, self.exchange.receive, keys, f"in pass {number} of the model")
+        return found
 
     def show_room(self, room: Room) -> None:
         """Post how much memory this rank has without offloading, as measured first."""
-        with self._others() as exchange:
-            if exchange is not None and not self._shown:
-                self._shown = True
-                exchange.send(self._key("room"), room)
+        if not self._shown:
+            self._shown = True
+            self._try(None, self.exchange.send, self._key("room"), room)
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        with self._others() as exchange:
-            if exchange is not None:
-                others, missing = exchange.collect(self._key("room"))
-                if missing:
-                    waited = exchange.waited(missing, "to measure")
-                    warn(f"{waited} Its memory counts no more. Call the model equally often in all ranks.")
-                return own.for_all(others.values())
-        return own
+        nobody: tuple[dict[int, Any], list[int]] = {}, []
+        others, missing = self._try(nobody, self.exchange.collect, self._key("room"))
+        if missing:
+            waited = self.exchange.waited(missing, "to measure")
+            warn(f"{waited} Its memory counts no more. Call the model equally often in all ranks.")
+        return own.for_all(others.values())
 
     # Later
 
@@ -175,13 +170,10 @@ class Ranks:
 
         Where it is wanted, the leading rank announces it; another rank asks for it.
         """
-        with self._others() as exchange:
-            if exchange is not None:
-                return self._announced(exchange, number, wanted=wanted)
-        return False
+        return wanted if self.exchange.alone else self._try(False, self._announced, number, wanted)
 
-    def _announced(self, exchange: Exchange, number: int, *, wanted: bool) -> bool:
-        asked, announced = self._key("ask"), self._key("again")
+    def _announced(self, number: int, wanted: bool) -> bool:
+        exchange, asked, announced = self.exchange, self._key("ask"), self._key("again")
         if exchange.leads:
             if self._again is None and (wanted or exchange.has(asked)):
                 self._again = number + WINDOW
@@ -205,9 +197,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Take no further part."""
-        if self.exchange is not None:
-            self.exchange.leave()
-        self.exchange = None
+        self.exchange.leave()
+        self.exchange = LONE
 
     def _key(self, name: int | str) -> str:
         return f"{self._epoch}/{name}"

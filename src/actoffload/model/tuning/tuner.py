@@ -138,7 +138,7 @@ class Tuner:
             aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
             if aside:
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-                if self._ranks.exchange is None:
+                if self._ranks.exchange.alone:
                     return self._whole()
             self._close()
             self._number += 1
@@ -226,7 +226,7 @@ class Tuner:
     def _look_for_failures(self) -> None:
         """Run the script again, for less memory, if the device ran out of it with a plan."""
         failed, limit = self._engine.backend.out_of_memory_errors(), self.found.limit
-        if failed > self._failed and limit is not None and self._ranks.exchange is None:
+        if failed > self._failed and limit is not None and self._ranks.exchange.alone:
             self.found.short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
             less = f"plans leave {size(self.found.short)} of it from here on"
@@ -334,7 +334,7 @@ class Tuner:
         number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._state.root.name}"
         again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
         passes = f"passes {self.begun} to {self._number}"
-        if self._ranks.exchange is not None:
+        if not self._ranks.exchange.alone:
             passes += f" by rank {self._ranks.exchange.leader}"
             self._ranks.decide(self._number, Decision(None, chosen))
         line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in {passes}"
@@ -349,8 +349,6 @@ class Tuner:
         assert chosen is not None
         # [guard: first batch smaller than the others]
         wanted = self._larger >= LARGER or not chosen.fits(0, self._engine.backend.in_use() or 0)
-        if self._ranks.exchange is None:
-            return wanted
         return self._ranks.begins_again(self._number, wanted=wanted)
 
     def _settled_pass(self, elements: int) -> PassSettings:
@@ -366,5 +364,5 @@ class Tuner:
                 settings = replace(settings, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
             return settings
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
-        policies = self._policies if self._ranks.exchange is None else self._roles_of(chosen).recompute
+        policies = self._policies if self._ranks.exchange.alone else self._roles_of(chosen).recompute
         return self._leanest(policies)
