@@ -11,7 +11,7 @@ from pipeline_programs import BLOCKS, STEPS, WIDTH, Block, StoppedError, Stoppin
 from torch import nn
 from torch.distributed import pipelining
 
-from actoffload import PipelineHandle
+from actoffload import PipelineHandle, offload
 from actoffload.report.ranks import PipelineReport
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
@@ -158,6 +158,19 @@ def test_larger_outputs():
     plan = handle.plan
     train(schedule, [blocks], 2)
     assert handle.plan is plan
+
+
+def test_larger_outputs_of_a_stage_whose_groups_save_nothing():
+    schedule, (blocks,) = make("ScheduleGPipe", module=lambda stage: Repeating(*(Block() for _ in range(BLOCKS))))
+    schedule._loss_fn = lambda output, target: output.square().mean()
+    schedule._stage._runtime_validate = False
+    handle = offload(schedule, min_bytes=2**20)
+    train(schedule, [blocks], 2)
+    before = handle.plan
+    blocks.times = 3
+    train(schedule, [blocks], 1)
+    assert handle.plan is not before
+    assert handle.plan.transfers == {}
 
 
 def test_smaller_microbatches():

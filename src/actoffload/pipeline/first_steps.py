@@ -55,7 +55,6 @@ class FirstSteps:
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
-        self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self._peak = 0  # bytes of device memory in the latest step with a plan
 
     def run(self) -> Script:
@@ -180,15 +179,12 @@ class FirstSteps:
             self._grow(plan)
         ways = dict[int, list[tuple[Variant, ...]]]()
         for stage, (before, known) in self._measured.items():  # of the groups that run now
-            growth, at = self._growth.get(stage, 1.0), [[*known].index(name) for name in names[stage]]
-            ways[stage] = [tuple(_larger(way, growth) for way in known[name]) for name in names[stage]]
-            groups = tuple(group[0].cost for group in ways[stage])
-            halves = zip((before.splits[k] for k in at if before.splits), groups, strict=False)
-            kept = (replace(half, kept=min(math.ceil(half.kept * growth), group.nbytes)) for half, group in halves)
+            at = [[*known].index(name) for name in names[stage]]
+            ways[stage] = [known[name] for name in names[stage]]
             costs[stage] = replace(
                 costs[stage],
-                groups=groups,
-                splits=tuple(kept),
+                groups=tuple(before.groups[k] for k in at),
+                splits=tuple(before.splits[k] for k in at) if before.splits else (),
                 gradient_bytes=tuple(before.gradient_bytes[k] for k in at) if before.gradient_bytes else (),
             )
         return RankCosts(self._rank, learned.order, names, costs, link, self._limit(costs), ways or None)
@@ -231,13 +227,19 @@ class FirstSteps:
         return plain, dict(zip(stage.steering.names, ways, strict=True))
 
     def _grow(self, plan: PipelinePlan) -> None:
-        """Count by how much groups save more than in a plan."""
+        """Let the groups of each stage save as much more as one of them does than in a plan."""
         for stage in self._stages:
-            if plan.names[stage.index] != stage.steering.names:
+            index = stage.index
+            if index not in self._measured or plan.names[index] != stage.steering.names:
                 continue
-            sizes = zip(stage.steering.sizes, plan.nbytes[stage.index], strict=True)
-            factors = (now / planned for now, planned in sizes if planned)
-            self._growth[stage.index] = self._growth.get(stage.index, 1.0) * max(1.0, *factors)
+            sizes = zip(stage.steering.sizes, plan.nbytes[index], strict=True)
+            factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
+            cost, ways = self._measured[index]
+            more = {name: tuple(_larger(way, factor) for way in group) for name, group in ways.items()}
+            groups = tuple(group[0].cost for group in more.values())
+            halves = zip(cost.splits, groups, strict=False)
+            splits = (replace(half, kept=min(math.ceil(half.kept * factor), group.nbytes)) for half, group in halves)
+            self._measured[index] = replace(cost, groups=groups, splits=tuple(splits)), more
 
     def settle(self, plan: PipelinePlan) -> None:
         """Replay what a plan says from the next step on."""
