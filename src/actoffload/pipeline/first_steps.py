@@ -18,7 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ..device.base import Backend, usable
+from ..device.base import Backend, StreamEvent, current_stream, usable
 from ..model.replays import OperatorTimes
 from ..model.tuning.metering import Stage
 from ..model.tuning.script import TRACES, ways_of
@@ -48,14 +48,13 @@ class FirstSteps:
         self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
         self._lean: StepMeter | None = None  # of the latest step that offloaded everything
-        self._timed: StepMeter | None = None  # of the latest step with a plan
-        self._meter: StepMeter | None = None  # of the present step
-        self._stage = Stage.FIRST
+        self._meter: StepMeter | None = None  # of the present step, if it is measured
+        self._begun: StreamEvent | None = None  # the begin of the present step, if it is timed
+        self._timed: tuple[StreamEvent, StreamEvent, int] | None = None  # of the latest: begin, end, bytes of its peak
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
-        self._peak = 0  # bytes of device memory in the latest step with a plan
 
     def run(self) -> Script:
         """Yield what the next step is for, exchange what it showed, and return the plans to keep.
@@ -108,12 +107,13 @@ class FirstSteps:
         """Return what the latest step with a plan showed; None if there was none."""
         if self._timed is None:
             return None
-        self._timed.wait()
-        return RankTrial(self._timed.seconds(), self._peak)
+        begun, ended, peak = self._timed
+        if not self._backend.passed(ended):
+            self._backend.synchronize(self._backend.current_device())
+        return RankTrial(self._backend.elapsed(begun, ended), peak)
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
-        self._stage = stage
         for each in self._stages:
             traces = stage is Stage.FIRST and self._limits.may_recompute and not self.known
             # A step in which operators are timed takes longer.
@@ -124,7 +124,7 @@ class FirstSteps:
         engine = self._conductor.engine
         if stage is Stage.PLAN:
             # None of its groups is timed: that would take time of the host, which may be what counts.
-            self._meter = StepMeter(self._backend, engine.counters)
+            self._begun = self._now()
         if stage is Stage.LEAN:
             with engine.lock:
                 engine.counters.reset()
@@ -140,17 +140,17 @@ class FirstSteps:
 
     def end(self, *, failed: bool) -> None:
         """End a step."""
-        meter, engine = self._meter, self._conductor.engine
-        self._meter = self._conductor.watching = None
-        if meter is None:
-            return
-        meter.end()
-        if engine.recorder is meter:
+        meter, begun, engine = self._meter, self._begun, self._conductor.engine
+        self._meter = self._begun = self._conductor.watching = None
+        if meter is not None and engine.recorder is meter:
             engine.record(None)
-        if not failed and self._stage is Stage.PLAN:
-            self._timed, self._peak = meter, (self._backend.allocated() or (0, 0))[1]
-        elif not failed:
+        if meter is not None and not failed:
             self._lean = meter
+        if begun is not None and not failed:
+            self._timed = begun, self._now(), (self._backend.allocated() or (0, 0))[1]
+
+    def _now(self) -> StreamEvent:
+        return self._backend.record_timed(current_stream(self._backend))
 
     def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""

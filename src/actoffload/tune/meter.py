@@ -310,14 +310,14 @@ class StepMeter(Meter):
     """Records the copies of a step of a schedule, its computations and their groups, and the memory at them.
 
     It is installed as the recorder of the engine; the conductor calls `note` where a computation begins and ends.
-    Memory is read only if `standing` is given, by stage: that takes time of the host.
+    By stage, `standing` is the memory that a plan counts by itself.
     """
 
     measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
-    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, StageMemory] | None = None) -> None:
-        super().__init__(backend, counters, memory=bool(standing))
-        self._standing = standing or {}
+    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, StageMemory]) -> None:
+        super().__init__(backend, counters, memory=True)
+        self._standing = standing
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = self._before_weights = 0
         self._halves = Counter[int]()  # by stage: microbatches between the backwards of their inputs and weights
@@ -338,14 +338,6 @@ class StepMeter(Meter):
             if isinstance(step, Step) and step.stage == stage:
                 found[kind, layer, ends] = max(found.get((kind, layer, ends), 0), border.temporary)
         return found
-
-    def end(self) -> None:
-        """Note the end of the step."""
-        self._note_time((None, Kind.BACKWARD, WHOLE, True))
-
-    def seconds(self) -> float:
-        """Return how long the whole step took, with all that it waited for."""
-        return self._backend.elapsed(self.first, self.borders[None, Kind.BACKWARD, WHOLE, True].event)
 
     def note(self, step: Step, ends: bool) -> None:
         """Note the time and the memory where a computation begins or ends."""
@@ -374,7 +366,7 @@ class StepMeter(Meter):
     def level(self) -> None:
         """Note the memory between groups, and what of it is there in the whole step."""
         super().level()
-        if self._standing and self._between and self._settled and not any(self._halves.values()):
+        if self._between and self._settled and not any(self._halves.values()):
             standing = sum(
                 self._in_flight[stage] * each.boundary
                 + self._forwards[stage] * each.output
