@@ -51,12 +51,15 @@ def test_host_memory_that_a_plan_needs() -> None:
 def test_actions_by_moment_and_in_order() -> None:
     offload, release, reload = Do.OFFLOAD, Do.RELEASE, Do.RELOAD
     assert PLAN.actions == {
-        0: {0: (ChunkAction(offload, OLD),)},
-        1: {0: (ChunkAction(offload, Chunk(0, 1, 0)),), 1: (ChunkAction(release, OLD),)},
-        2: {0: (ChunkAction(release, Chunk(0, 1, 0)), ChunkAction(offload, SPLIT))},
-        3: {0: (ChunkAction(release, SPLIT),)},
-        4: {0: (ChunkAction(reload, SPLIT),), 1: (ChunkAction(release, SPLIT),)},
-        6: {0: (ChunkAction(reload, OLD), ChunkAction(reload, Chunk(0, 1, 0))), 1: (ChunkAction(reload, SPLIT),)},
+        Moment(0, 0): (ChunkAction(offload, OLD),),
+        Moment(1, 0): (ChunkAction(offload, Chunk(0, 1, 0)),),
+        Moment(1, 1): (ChunkAction(release, OLD),),
+        Moment(2, 0): (ChunkAction(release, Chunk(0, 1, 0)), ChunkAction(offload, SPLIT)),
+        Moment(3, 0): (ChunkAction(release, SPLIT),),
+        Moment(4, 0): (ChunkAction(reload, SPLIT),),
+        Moment(4, 1): (ChunkAction(release, SPLIT),),
+        Moment(6, 0): (ChunkAction(reload, OLD), ChunkAction(reload, Chunk(0, 1, 0))),
+        Moment(6, 1): (ChunkAction(reload, SPLIT),),
     }
     assert PLAN.at(Moment(4, 0)) == (ChunkAction(reload, SPLIT),)
     assert PLAN.at(Moment(5, 0)) == PLAN.at(Moment(6, 2)) == ()

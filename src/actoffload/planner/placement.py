@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..schedule.costs import Link
 from ..schedule.pipeline import Chunk, Computation, Moment, Step, Transfer, used_in
-from ..schedule.pipeline_plan import Actions, Call, actions_at
+from ..schedule.pipeline_plan import Actions, Call, actions_at, calls_of
 from ..schedule.run import RankRun
 from ..schedule.stage_times import GroupTimes, StageTimes
 
@@ -171,17 +171,11 @@ class Placement:
 
     def actions(self) -> Actions:
         """Return what is done at each moment, as the plan with these `transfers` has it."""
-        moments, calls = self.profile.spots.moments, list[Call]()
-        for k, (release, reload, again) in self.placed.items():
-            spot = self.profile.spots.all[k]
-            use, chunk = moments[spot.use], spot.chunk
-            calls += (
-                (moments[spot.saved], 2, use, chunk),
-                (moments[release], 0, use, chunk),
-                (moments[reload], 1, use, chunk),
-            )
-            if again >= 0:
-                calls += (moments[spot.trimmed], 0, use, chunk), (moments[again], 1, moments[spot.last], chunk)
+        moments, spots, calls = self.profile.spots.moments, self.profile.spots.all, list[Call]()
+        for k, (chunk, transfer) in zip(sorted(self.placed), self.transfers().items(), strict=True):
+            spot = spots[k]
+            saved, use, last = moments[spot.saved], moments[spot.use], moments[spot.last]
+            calls += calls_of(chunk, transfer, saved, use, moments[spot.trimmed], last)
         return actions_at(calls)
 
     def add(self, nbytes: int, start: int, stop: int) -> None:

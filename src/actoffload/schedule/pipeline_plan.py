@@ -17,9 +17,8 @@ from .plan import AnyPlan, Do
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
-Actions = dict[int, dict[int, tuple[ChunkAction, ...]]]
-"""Actions by step and position."""
-NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
+Actions = dict[tuple[int, int], tuple[ChunkAction, ...]]
+"""What is done at a `Moment`, in order."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class PipelinePlan(AnyPlan):
 
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
         """Return what is done at a moment, in order; empty for most."""
-        return self.actions.get(moment[0], NOTHING).get(moment[1], ())
+        return self.actions.get(moment, ())
 
     def position(self, step: int, group: int) -> Moment:
         """Return the moment at which a group starts in a step: its forward, or where backward comes to it."""
@@ -174,17 +173,12 @@ class PipelinePlan(AnyPlan):
 
     @cached_property
     def actions(self) -> Actions:
-        """Actions by step and position: releases, then reloads in the order in which they are used, then offloads."""
+        """Actions by moment: releases, then reloads in the order in which they are used, then offloads."""
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
-            first, saved = (
-                self.first_use(chunk),
-                self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group),
-            )
-            calls += (saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)
-            if transfer.reload_again is not None:
-                calls.append((self.end(first.step), 0, first, chunk))
-                calls.append((transfer.reload_again, 1, self.last_use(chunk), chunk))
+            saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
+            first, last = self.first_use(chunk), self.last_use(chunk)
+            calls += calls_of(chunk, transfer, saved, first, self.end(first.step), last)
         return actions_at(calls)
 
     def __str__(self) -> str:
@@ -206,10 +200,19 @@ class PipelinePlan(AnyPlan):
         return self._text(f"rank {self.rank}\n{table}", expected)
 
 
+def calls_of(
+    chunk: Chunk, transfer: Transfer, saved: Moment, first: Moment, first_ends: Moment, last: Moment
+) -> list[Call]:
+    """Return what is done with an offloaded chunk, of which the moments of saving and of the uses are known."""
+    calls = [(saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)]
+    if transfer.reload_again is not None:
+        calls += (first_ends, 0, first, chunk), (transfer.reload_again, 1, last, chunk)
+    return calls
+
+
 def actions_at(calls: Iterable[Call]) -> Actions:
-    """Return actions by step and position, in order."""
+    """Return actions by moment, in order."""
     actions: Actions = {}
-    for (step, position), kind, _, chunk in sorted(calls):
-        at_step = actions.setdefault(step, {})
-        at_step[position] = (*at_step.get(position, ()), ChunkAction(KINDS[kind], chunk))
+    for moment, kind, _, chunk in sorted(calls):
+        actions[moment] = (*actions.get(moment, ()), ChunkAction(KINDS[kind], chunk))
     return actions

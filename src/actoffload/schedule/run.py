@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .costs import Link
 from .pipeline import ChunkAction, Computation, Step
-from .pipeline_plan import NOTHING, Actions
+from .pipeline_plan import Actions
 from .plan import Do
 from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
@@ -119,7 +119,7 @@ class RankRun:
             self.starts.append(self.compute)
             if self.record:
                 self.stalls.append(self.stalled)
-            self._step(number, step, self.times[step.stage], self.actions.get(number, NOTHING))
+            self._step(number, step, self.times[step.stage])
             if self.compute > self.allowed:
                 return STOPPED
             if sends >= 0:
@@ -128,9 +128,9 @@ class RankRun:
                     ready.append(waiting.pop(sends))
         return -1
 
-    def _step(self, number: int, step: Step, times: StageTimes, actions: dict[int, tuple[ChunkAction, ...]]) -> None:
+    def _step(self, number: int, step: Step, times: StageTimes) -> None:
         """Run a step group by group."""
-        stage, computation, microbatch = step
+        actions, (stage, computation, microbatch) = self.actions, step
         forward, count = computation is Computation.FORWARD, len(times.groups)
         parts, level = times.parts[computation], 0
         if forward:
@@ -145,8 +145,8 @@ class RankRun:
                 level = part.levels[0]
                 if part.gap_temporary or self.other + level != self._other_there:
                     self._border(level, part.gap_temporary)
-            if position in actions:
-                self._act(actions[position], level)
+            if (number, position) in actions:
+                self._act(actions[number, position], level)
             if self.note:
                 self._note(level)
             if part is None:  # an input backward without a split
@@ -163,8 +163,8 @@ class RankRun:
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
-        if count in actions:
-            self._act(actions[count], level)
+        if (number, count) in actions:
+            self._act(actions[number, count], level)
         if self.note:
             self._note(level)
 

@@ -392,22 +392,19 @@ def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
 
 
 def model_actions(plan: Plan) -> Actions:
-    """Return the actions of a plan by step and position."""
-    actions: Actions = {}
-    for place, event in enumerate(plan.events()):
-        step, position = divmod(place, 2)
-        chunks = tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps.get(event, ()))
-        if chunks:
-            actions.setdefault(step, {})[position] = chunks
-    return actions
+    """Return the actions of a plan by moment."""
+    return {
+        divmod(place, 2): tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps[event])
+        for place, event in enumerate(plan.events())
+        if plan.steps.get(event)
+    }
 
 
 def model_plan(layers: int, actions: Actions) -> Plan:
-    """Return the plan of a model with some actions by step and position."""
+    """Return the plan of a model with some actions by moment."""
     events = list(Plan(layers).events())
     steps = {
-        events[2 * step + position]: tuple(Action(act.do, act.chunk.stage) for act in acts)
-        for step, at_step in actions.items()
-        for position, acts in at_step.items()
+        events[2 * step + position]: tuple(Action(action.do, action.chunk.stage) for action in at_moment)
+        for (step, position), at_moment in actions.items()
     }
     return Plan(layers, steps)
