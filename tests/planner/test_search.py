@@ -12,7 +12,7 @@ from plan_calls import copied
 from planning import MIB, choose_plain, convex, leanest, links, model_ranks, steps
 
 from actoffload.planner import Variant, choose
-from actoffload.planner.placement import Placement, place
+from actoffload.planner.placement import Placement, Placer
 from actoffload.planner.search import Ranks
 from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, Saved, When, simulate
 from actoffload.schedule.simulate import model_plan
@@ -116,7 +116,7 @@ def best_of_all(of: list[tuple[Variant, ...]], link: Link, limit: float) -> floa
         ranks = model_ranks([group[k].cost for group, k in zip(of, variants, strict=True)], link)
         profile = ranks.choices[0].profile
         for offloaded in product((False, True), repeat=GROUPS - 1):
-            placement = place(profile, [k for k in range(GROUPS - 1) if offloaded[k]], (), limit)
+            placement = Placer(profile, limit).place([k for k in range(GROUPS - 1) if offloaded[k]])
             if placement.peak_bytes <= limit:
                 seconds = min(seconds, ranks.choices[0].seconds(placement, seconds))
     return seconds
@@ -149,7 +149,8 @@ def test_the_last_group_is_recomputed_beside_a_loss_that_takes_much_memory():
 def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.choices[0].profile
-    found = place(profile, [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups], (), limit)
+    chosen = [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups]
+    found = Placer(profile, limit).place(chosen)
     return found, ranks.choices[0].seconds(found)
 
 

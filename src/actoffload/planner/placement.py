@@ -183,51 +183,38 @@ class Placement:
         self.needs[start:stop] = [need + nbytes for need in self.needs[start:stop]]
 
 
-def place(
-    profile: Profile,
-    chosen: Collection[int],
-    again: Collection[int] = (),
-    limit: float = inf,
-    *,
-    margin: float = 0.05,
-    early: float = 0.0,
-    max_inflight: int | None = None,
-) -> Placement:
-    """Return where to release and reload chosen chunks.
+@dataclass(slots=True)
+class Placer:
+    """Chooses where to release and reload chunks.
 
     A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would exceed
     the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
     only be reloaded at once is kept.  The peak may exceed the limit if no placement of these chunks fits.
-
-    Those in `again` are also freed between their two backwards.  `margin` is the part of the time of each copy by which
-    it is expected to be late; `early` are seconds, at most those of one backward of the group, by which each reload is
-    done earlier than needed.  With `max_inflight` copies to the host, a chunk whose forward starts then is kept.
     """
-    run = _Run(profile, margin, early, limit)
-    latest = run.latest_reloads(chosen, again)
-    releases = run.releases(sorted(chosen), latest, max_inflight)
-    if limit < inf:
-        run.force(releases)
-    return run.finish(releases, latest)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One call of `place`: its methods are called in their order."""
 
     profile: Profile
-    margin: float
-    early: float
-    limit: float
+    limit: float = inf
+    margin: float = 0.05  # part of the time of each copy by which it is expected to be late
+    early: float = 0.0  # seconds by which reloads are done earlier than needed, at most those of the group's backward
+    max_inflight: int | None = None  # copies to the host; a chunk whose forward starts during as many is kept
     first_reload: float = inf  # seconds at which it has to start
 
-    def latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
+    def place(self, chosen: Collection[int], again: Collection[int] = ()) -> Placement:
+        """Return the placement of chosen chunks; those in `again` are also freed between their two backwards."""
+        latest = self._latest_reloads(chosen, again)
+        releases = self._releases(sorted(chosen), latest)
+        if self.limit < inf:
+            self._force(releases)
+        return self._finish(releases, latest)
+
+    def _latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
         """Return the last moment at which the first and the second reload of each chunk can start without a stall."""
         profile, margin, free = self.profile, self.margin, inf
         when, spots = profile.when, profile.spots.all
         calls = [(spots[k].use, k, False) for k in chosen]
         calls += [(spots[k].last, k, True) for k in again if spots[k].split]
         latest, forwards = {}, when[profile.spots.last_forward] if when else 0.0
+        self.first_reload = inf
         for use, k, second in sorted(calls, reverse=True):
             times = profile.times[k]
             seconds, ahead = (times.again, times.again) if second else (times.back, profile.ahead[k])
@@ -254,17 +241,16 @@ class _Run:
             m += 1
         return m
 
-    def releases(
-        self, chosen: list[int], latest: dict[tuple[int, bool], int], max_inflight: int | None
-    ) -> dict[int, int]:
+    def _releases(self, chosen: list[int], latest: dict[tuple[int, bool], int]) -> dict[int, int]:
         """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
         profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
         when, found, ends = profile.when, dict[int, int](), list[float]()
         for k in chosen:
             spot, times, start = profile.spots.all[k], profile.times[k], when[profile.spots.all[k].saved]
-            ends = [end for end in ends if end > start] if max_inflight is not None else ends
-            if max_inflight is not None and len(ends) >= max_inflight:
-                continue
+            if self.max_inflight is not None:
+                ends = [end for end in ends if end > start]
+                if len(ends) >= self.max_inflight:
+                    continue
             factor = slow if start >= self.first_reload else 1.0
             done = max(max(queue, start + times.out_ready) + times.out * factor, start + times.out_after)
             m = bisect_left(when, done + margin * times.out * factor, spot.saved + 1)
@@ -275,7 +261,7 @@ class _Run:
             ends.append(done)
         return found
 
-    def force(self, releases: dict[int, int]) -> None:
+    def _force(self, releases: dict[int, int]) -> None:
         """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
         spots, needs, limit = self.profile.spots.all, self.profile.needs_with(releases), self.limit
         waiting = sorted(releases)
@@ -294,7 +280,7 @@ class _Run:
                         break
             waiting = [k for k in waiting if releases[k] > m]
 
-    def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> Placement:
+    def _finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> Placement:
         """Return the placement with its reloads, no later than they must be and no earlier than memory allows."""
         profile, limit, spots = self.profile, self.limit, self.profile.spots.all
         placement = Placement(profile, profile.needs_with(releases))

@@ -23,7 +23,7 @@ from ..schedule.pipeline_plan import Actions
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 from ..schedule.stage_times import StageTimes
-from .placement import Placement, Profile, Spots, place
+from .placement import Placement, Placer, Profile, Spots
 from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
 MARGINS = 0.05, 0.15, 0.3, 0.6
@@ -66,7 +66,7 @@ class Choices:
     rank: int  # its number
     knobs: Knobs
     pipeline: Pipeline  # of all ranks
-    margin: float = MARGINS[0]  # as in `place`
+    margin: float = MARGINS[0]  # as in `Placer`
 
     def __post_init__(self) -> None:
         profile, knobs = self.profile, self.knobs
@@ -92,8 +92,8 @@ class Choices:
         """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
         chosen = [k for part in parts for k in part]
         split = [k for k in chosen if self.profile.spots.all[k].split]
-        how: dict[str, Any] = {"margin": self.margin, "early": self._early, "max_inflight": self.knobs.max_inflight}
-        return [place(self.profile, chosen, again, limit, **how) for again in ([[], split] if split else [[]])]
+        placer = Placer(self.profile, limit, self.margin, self._early, self.knobs.max_inflight)
+        return [placer.place(chosen, again) for again in ([[], split] if split else [[]])]
 
     @cached_property
     def free(self) -> Placement:
