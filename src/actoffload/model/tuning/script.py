@@ -32,11 +32,10 @@ from ...planner.variants import correct_times
 from ...replay import Policy
 from ...schedule.costs import LayerCost, Saved
 from ...schedule.plan import Plan
-from ...schedule.simulate import simulate
 from ...tune.costs import gradient_bytes, layer_costs, probed_link
 from ...tune.trials import Trial, fits, keep_best
 from ..follow import FollowedModule, ModelState
-from .findings import NO_LINK, Findings, Room
+from .findings import Findings, Room
 from .metering import Peak, Stage, TimedPass
 
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
@@ -150,18 +149,14 @@ class Script:
         if room is not None:  # [guard: plans for the host memory that there is]
             found.host_limit = room // found.in_flight
         found.names, found.ways = names, self._ways(traced, lean)
-        whole = [group[0].cost for group in found.ways]
         if found.limit is not None:
             # Earlier passes, whose backward is still to come, may keep everything; so far they were replayed.
-            more = sum(cost.nbytes for cost in whole) - sum(map(sum, lean.sizes))
+            more = sum(group[0].cost.nbytes for group in found.ways) - sum(map(sum, lean.sizes))
             found.limit = max(found.limit - lean.waiting * max(more, 0), 0)
-        kept = simulate(Plan(len(names)), whole, found.link or NO_LINK)
-        found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
+        kept = found.chosen(limit=None)
+        found.bare = Peak(kept.peak_bytes or 0, found.size, found.allocated_before)
         if found.limit is None or found.bare.nbytes <= found.limit:
-            nbytes = tuple(cost.nbytes for cost in whole)
-            plan = Plan(len(names), names=names, nbytes=nbytes, because=fits(found.bare.nbytes, found.limit))
-            plan = replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline)
-            return found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
+            return replace(kept, because=fits(found.bare.nbytes, found.limit), baseline_peak_bytes=None)
         return found.chosen()
 
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
