@@ -92,7 +92,6 @@ class Packer:
 
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
-        self.reason: Reason | None = None  # why the latest tensor is kept; None for one that is small or not kept
 
     def take_for(self, owner: PassState, layer: Layer) -> None:
         """Pack for a layer of a pass from here on."""
@@ -129,7 +128,6 @@ class Packer:
         """Return what autograd holds in place of a tensor."""
         if self._aside is not None:
             return self._aside(tensor)
-        self.reason = None
         # Most of them are small or parameters, and not worth a call.
         kind = type(tensor)
         if kind is Parameter:
@@ -172,7 +170,6 @@ class Packer:
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
         """Return what autograd holds in place of a tensor that stays on the device."""
-        self.reason = reason
         count = self._kept.get(reason)
         if count is None:
             count = self._kept[reason] = [0, 0]

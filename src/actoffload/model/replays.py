@@ -28,12 +28,13 @@ from ..planner import OperatorCost
 from ..replay import (
     Alarm,
     Attributes,
-    Call,
+    FollowingCall,
     FunctionCall,
     Policy,
     Program,
     Times,
     Trace,
+    TracedCall,
     Tracer,
     Weight,
     describe,
@@ -49,7 +50,6 @@ FUNCTIONAL = "because they are called with other parameters, by torch.func.funct
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
-PROVEN = 1  # calls of a kind in which all bits are compared
 TIMED = 3  # groups that do the same whose operators are timed in a pass
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
@@ -66,7 +66,6 @@ class _Kind:
     programs: dict[tuple[Policy, bool], Program] = field(default_factory=dict)  # whether for a graph that is captured
     banned: frozenset[int] = frozenset()
     different: int = 0
-    calls: int = 0
 
 
 class _Group(NamedTuple):
@@ -80,7 +79,7 @@ class _Group(NamedTuple):
 class RunningCall(NamedTuple):
     """A call that runs, and what is learned at its end."""
 
-    call: Call
+    call: FollowingCall | TracedCall
     group: int
     kind: _Kind
     policy: Policy
@@ -175,27 +174,17 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[followed.name] = CAPTURED
             return None
-        timed = None if operators is None or capturing else self._measure
-        if program is None and _in_functional_call():  # [guard: functional call]
+        timed = operators is not None and group not in operators.groups and not capturing
+        common = attributes.modules, tensors, packer, self.alarm, known.name
+        if program is not None and not timed:
+            following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
+            return RunningCall(following, group, kind, policy, None)
+        if _in_functional_call():  # [guard: functional call]
             self._refused[followed.name] = FUNCTIONAL
             return None
-        found = program or Tracer(module, tensors, policy, lambda: current_stream(self._backend))
-        proves = not capturing and (kind.calls < PROVEN or timed is not None)
-        compares_all = group == self._passes % self._count
-        call = Call(
-            found,
-            attributes.modules,
-            tensors,
-            packer,
-            self.alarm,
-            known.name,
-            proves=proves,
-            compares_all=compares_all,
-            timed=timed,
-        )
-        kind.calls += 1
-        if isinstance(found, Tracer):
-            found.begin()
+        tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
+        call = TracedCall(tracer, policy, self._min_bytes(), *common, timer=self._measure if timed else None)
+        tracer.begin()
         return RunningCall(call, group, kind, policy, operators)
 
     def _measure(self, program: Program, source: Any, beginning: Any) -> Times:
@@ -207,19 +196,18 @@ class Replays:
     def finish(self, begun: RunningCall, output: Any) -> None:
         """End a call of a group that has returned."""
         call, kind, policy = begun.call, begun.kind, begun.policy
-        call.finish(output, policy, self._min_bytes())
-        if not call.agrees:
+        call.finish(output)
+        if not call.agrees:  # calls that differ though their arguments do not: the next one is traced
             kind.different += 1
-            kind.calls = 0
-            if kind.different >= DIFFERENT:  # calls that differ though their arguments do not
-                kind.trace = None
-                kind.programs.clear()
+            kind.trace = None
+            kind.programs.clear()
+        if isinstance(call, FollowingCall):
             return
         program = call.program
         self.proven_bytes += call.proven_bytes
         if program.trace.steady and kind.different < DIFFERENT:
             kind.trace, kind.banned = program.trace, frozenset(program.banned)
-            kind.programs[policy, self._backend.capturing()] = program
+            kind.programs = {(policy, self._backend.capturing()): program}
         if begun.operators is not None and call.times is not None:
             begun.operators.add(begun.group, *call.times)
 

@@ -1,6 +1,6 @@
 """Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
 
-from .call import Call
+from .call import FollowingCall, TracedCall
 from .keys import Attributes, describe
 from .policy import Policy, PolicyArgument, everything, names_of, policy_for, saving
 from .program import Program
@@ -12,7 +12,7 @@ from .tracer import Tracer, remove_tracers
 __all__ = [
     "Alarm",
     "Attributes",
-    "Call",
+    "FollowingCall",
     "FunctionCall",
     "Policy",
     "PolicyArgument",
@@ -20,6 +20,7 @@ __all__ = [
     "Remake",
     "Times",
     "Trace",
+    "TracedCall",
     "Tracer",
     "Weight",
     "describe",

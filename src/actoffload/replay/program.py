@@ -160,7 +160,6 @@ class Program:
     held: frozenset[int] = frozenset()  # see [Note: parts]
     parts: dict[int, set[int]] = field(default_factory=dict)  # the dropped values of each
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
-    stays: set[int] = field(default_factory=set)  # entries that turned out to be weights, or casts of such
     firsts: dict[int, int] = field(default_factory=dict)  # dropped values, by the entry that saves each first
     samples: dict[int, int] = field(default_factory=dict)  # those of them of which samples are compared
     dropped_bytes: int = 0

@@ -122,30 +122,11 @@ def prove(
     saved: Mapping[int, SavedValue],
     droppable: Collection[int],
     beginning: RngPosition | None,
-    *,
-    pure: bool,
 ) -> set[int]:
-    """Make all dropped values again and compare them with the real ones, which are dropped if they are equal.
+    """Make all values again and compare them with the real ones, and return those that are not the same.
 
-    Parameters
-    ----------
-    program : Program
-        Of the call.
-    source : callable
-        Returns the tensor of a source.
-    saved : mapping of int to Real
-        The saved tensors, by entry.
-    droppable : collection of int
-        The entries that are dropped if they are equal.
-    beginning : RngPosition, optional
-        Where the generator of the GPU was when the call began.
-    pure : bool
-        Whether functions are known to write to nothing and to draw no random numbers.
-
-    Returns
-    -------
-    set of int
-        Values that were not the same.
+    `source` returns the tensor of a source, `saved` has the saved tensors by entry.  Values that are `droppable` are
+    dropped if they are equal.
     """
     entries = program.trace.entries
     real: dict[int, list[int]] = {}
@@ -174,14 +155,14 @@ def prove(
         if not same:  # [guard: values that differ when they are made again]
             banned.add(value)
             return _whole(first, program.trace.values[value])
-        for number in numbers:
-            if number in droppable:
+        if value in droppable:
+            for number in numbers:
                 saved[number].tensor = None
         return tensor
 
     def run(number: int, values: dict[int, Tensor]) -> bool:
         step = program.steps[number]
-        if not pure and isinstance(step.call, FunctionCall):
+        if isinstance(step.call, FunctionCall):
             return _run_on_copies(program, step, values)
         program.run(step, values, beginning)
         return True

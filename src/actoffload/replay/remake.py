@@ -50,11 +50,16 @@ class Slot:
         self.version = version_of(tensor)
         self.saved: Any = None
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether the tensor was written to since it was saved."""
+        return self.tensor is not None and version_of(self.tensor) != self.version
+
     def unpack(self) -> Tensor:
         """Return the tensor, for autograd."""
         tensor = self.tensor
         if tensor is not None:
-            if version_of(tensor) != self.version:  # in-place edit of what a call saves
+            if self.is_edited:  # in-place edit of what a call saves
                 raise changed(tensor, tensor.size(), self.version)
             return tensor
         if self.saved is not None:
