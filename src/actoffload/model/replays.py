@@ -169,7 +169,7 @@ class Replays:
         capturing = self._backend.capturing()
         program = kind.programs.get((policy, capturing))
         if program is None and kind.trace is not None:
-            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, may_redraw=not capturing)
+            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
             self._refused[followed.name] = CAPTURED

@@ -22,10 +22,10 @@ from .._torch.modules import opaque
 from .._torch.tensors import address, is_freed, leaves
 from ..engine.hooks import Packer
 from .policy import Policy, everything
-from .program import ExpectedTensor, Program
+from .program import ExpectedTensor, Program, Saved
 from .proof import Alarm, Sample, Times, below_modes, prove, rise
 from .remake import Remake, Slot
-from .trace import UNKNOWN, RngPosition
+from .trace import UNKNOWN, RngPosition, Weight
 from .tracer import Tracer
 
 Timer: TypeAlias = Callable[[Program, Callable[[int], Tensor], RngPosition | None], Times]
@@ -103,7 +103,7 @@ class FollowingCall(Call):
         if expected is None:
             saved: Any = self._packer.pack(tensor)
         else:
-            dtype, size, stride, offset, value, is_dropped, is_shared, source = expected
+            dtype, size, stride, offset, value, is_dropped, is_shared, is_source, place = expected
             if (  # [guard: saved tensors of another size]
                 tensor.dtype is not dtype
                 or tensor.size() != size
@@ -115,11 +115,11 @@ class FollowingCall(Call):
                 return self._packer.pack(tensor)
             if is_dropped:
                 saved = slot = Slot(self._remake, number, tensor)
-            elif source >= 0 and tensor is self._inputs[source]:
+            elif place >= 0 and tensor is self._inputs[place]:
                 saved = self._remake.held[value]
             else:
                 saved = self._packer.pack(tensor)
-                if self.program.kept_at.get(value) == number:
+                if is_source:
                     self._remake.held[value] = saved
                     if self.program.trace.entries[number].by_function:
                         slot = Slot(self._remake, number, tensor)
@@ -241,10 +241,10 @@ class TracedCall(Call):
             if stays and slot is not None and slot.tensor is not None and slot.saved is None:
                 slot.saved = self._packer.pack(slot.tensor)
         for value, source in program.sources.items():
-            if value not in self._remake.held and type(source) is int:
+            if value not in self._remake.held and isinstance(source, int):
                 self._remake.held[value] = self._packer.pack(self._inputs[source])
-            elif value not in self._remake.held and source is None:
-                slot = self._slots[program.kept_at[value]]
+            elif value not in self._remake.held and isinstance(source, Saved):
+                slot = self._slots[source.entry]
                 assert slot is not None
                 self._remake.held[value] = slot.saved
         self._remake.note_versions()
@@ -254,9 +254,9 @@ class TracedCall(Call):
         source = program.sources[value]
         if isinstance(source, int):
             return self._inputs[source]
-        if source is not None:
+        if isinstance(source, Weight):
             return self._remake.weight(source)
-        slot = self._slots[program.kept_at[value]]
+        slot = self._slots[source.entry]
         assert slot is not None
         assert slot.tensor is not None
         return slot.tensor

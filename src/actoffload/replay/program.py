@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +27,16 @@ from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace
 WHOLE = -1  # the part that is all of a call
 CHEAP = 4
 """Operators that may be run once more to make a value instead of holding it."""
+
+
+class Saved(NamedTuple):
+    """A source that autograd saves in the call and that stays."""
+
+    entry: int  # where it is saved
+
+
+Source: TypeAlias = int | Weight | Saved
+"""What a program reads and does not make; a number is the place of an argument among the tensors of the call."""
 
 
 class _Read(NamedTuple):
@@ -51,7 +60,8 @@ class ExpectedTensor(NamedTuple):
     value: int
     is_dropped: bool
     is_shared: bool  # among several dropped tensors of the value
-    source: int  # the argument of the call that this is, by its place among the tensors; -1 if it is none
+    is_source: bool  # taken from here
+    place: int  # of the argument of the call that this is, among the tensors; -1 if it is none
 
 
 class Step(NamedTuple):
@@ -62,8 +72,7 @@ class Step(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     places: tuple[tuple[Any, Any], ...]  # of the tensors among the arguments, as `_Read` or lists with such
-    single: int  # the value that the operator returns as a tensor; -1 if it returns several
-    made: tuple[tuple[int, int], ...]
+    made: tuple[tuple[int, int], ...]  # places among its outputs, and the values there
     reads: tuple[int, ...]  # values, each once
     sources: tuple[int, ...]  # those of them that the program does not make
     scratch: tuple[int, ...]  # places of running statistics, of which it gets copies
@@ -97,9 +106,6 @@ def copy_of(tensor: Tensor) -> Tensor:
         return copy_of(tensor.conj()).conj()
     if tensor.is_neg():
         return negative_view(copy_of(negative_view(tensor)))
-    copy = tensor.clone()
-    if copy.stride() == tensor.stride():
-        return copy
     extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     extent = extent if tensor.numel() else 0
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.size(), tensor.stride(), 0)
@@ -108,71 +114,44 @@ def copy_of(tensor: Tensor) -> Tensor:
 def _read(place: Place, stands: View) -> _Read | None:
     """Return how a place lies on the tensor that stands for its value; None if it reaches beyond that tensor."""
     view = place.view
-    if view == stands:
-        return _Read(place.value, view.size, view.stride, 0, None, True)
-    if not all(view.size):
-        return _Read(place.value, view.size, view.stride, 0, None, False)
-    start, end = view.extent
-    first, last = stands.extent
-    if start < first or end > last:
-        return None
-    plain = view.dtype is stands.dtype and not (view.conj or view.neg or stands.conj or stands.neg)
     offset = view.offset - stands.offset
-    if plain:
-        return _Read(place.value, view.size, view.stride, offset // view.dtype.itemsize, None, False)
-    return _Read(place.value, view.size, view.stride, offset, view, False)
+    if not all(view.size):
+        offset = 0
+    elif view.extent[0] < stands.extent[0] or view.extent[1] > stands.extent[1]:
+        return None
+    if view.dtype is stands.dtype and not (view.conj or view.neg or stands.conj or stands.neg):
+        return _Read(place.value, view.size, view.stride, offset // view.dtype.itemsize, None, view == stands)
+    return _Read(place.value, view.size, view.stride, offset, view, view == stands)
 
 
-@dataclass(slots=True, eq=False)
 class Program:
     """What of a traced call is dropped at its end, and how it is made again.
 
-    Parameters
-    ----------
-    trace : Trace
-        The call.
-    policy : Policy
-        Which operators are not run again.
-    min_bytes : int
-        Smaller values stay.
-    banned : collection of int
-        Values that turned out not to be the same when they were made again.
-    may_redraw : bool
-        Whether random numbers may be drawn again.
+    The operators that a policy keeps are not run again.  Values of fewer than `min_bytes` stay, and those that are
+    `banned` because they turned out not to be the same when they were made again.  Where it may not `redraw`, results
+    of operators that draw random numbers stay, too.
     """
 
-    trace: Trace
-    policy: Policy
-    min_bytes: int
-    banned: Collection[int] = ()
-    may_redraw: bool = True
-    redraws: bool = False  # whether an operator of the program draws
-    nodes: list[Node] = field(default_factory=list)  # of the trace, see [Note: twins]
-    dropped: frozenset[int] = frozenset()  # values
-    sources: dict[int, int | Weight | None] = field(default_factory=dict)  # values; None for one that autograd saves
-    kept_at: dict[int, int] = field(default_factory=dict)  # by source: the entry from which it is taken
-    steps: dict[int, Step] = field(default_factory=dict)  # by the place of the operator in the trace, in that order
-    reads: dict[int, _Read] = field(default_factory=dict)  # by entry of a dropped value: how it lies on the value
-    uses: Counter[int] = field(default_factory=Counter)  # by dropped value: its entries
-    expected: list[ExpectedTensor | None] = field(default_factory=list)  # by entry; None for weights, and if unknown
-    weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
-    inputs: tuple[tuple[int, int], ...] = ()  # among the sources: their places among the tensors of the arguments
-    held: frozenset[int] = frozenset()  # see [Note: parts]
-    parts: dict[int, set[int]] = field(default_factory=dict)  # the dropped values of each
-    drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
-    firsts: dict[int, int] = field(default_factory=dict)  # dropped values, by the entry that saves each first
-    samples: dict[int, int] = field(default_factory=dict)  # those of them of which samples are compared
-    dropped_bytes: int = 0
-    _fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        trace = self.trace
-        self.nodes = with_twins(trace, self.banned)
-        stands = self._choose()
+    def __init__(
+        self, trace: Trace, policy: Policy, min_bytes: int, banned: Collection[int] = (), *, redraw: bool = True
+    ) -> None:
+        self.trace, self.policy, self.min_bytes, self.banned = trace, policy, min_bytes, banned
+        self.nodes = with_twins(trace, banned)  # of the trace, see [Note: twins]
+        self.sources: dict[int, Source] = {}  # by value
+        stands = self._choose(redraw)
+        self.dropped = frozenset(e.value for e in trace.entries if e.value in stands and e.value not in self.sources)
         needed, _ = self._makers(self.dropped, ())
-        for number in sorted(needed):
-            self.steps[number] = self._step(self.nodes[number], stands)
+        # By the place of the operator in the trace, in that order.
+        self.steps = {number: self._step(self.nodes[number], stands) for number in sorted(needed)}
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
+        used = {value for step in self.steps.values() for value in step.reads}
+        self.sources = {value: source for value, source in self.sources.items() if value in used}
+        self.weights = [(value, source) for value, source in self.sources.items() if type(source) is Weight]
+        self.inputs = [(value, source) for value, source in self.sources.items() if type(source) is int]
+        self.reads: dict[int, _Read] = {}  # by entry of a dropped value: how it lies on the value
+        self.firsts: dict[int, int] = {}  # dropped values, by the entry that saves each first
+        self.uses = Counter[int]()  # by dropped value: its entries
+        self.parts: dict[int, set[int]] = {}  # the dropped values of each
         for number, entry in enumerate(trace.entries):
             if entry.value in self.dropped:
                 read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
@@ -182,31 +161,27 @@ class Program:
                     self.firsts[number] = entry.value
                 self.uses[entry.value] += 1
                 self.parts.setdefault(entry.segment, set()).add(entry.value)
-        used = {value for step in self.steps.values() for value in step.reads}
-        self.sources = {value: source for value, source in self.sources.items() if value in used}
-        self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
-        self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
-        self.inputs = tuple((value, source) for value, source in self.sources.items() if type(source) is int)
-        self.expected = list(map(self._expect, trace.entries))
+        self.expected = [self._expect(number, entry) for number, entry in enumerate(trace.entries)]  # None: unknown
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
-        self._find_held()
-        self._plan_drops()
+        self.held = self._find_held()  # see [Note: parts]
+        self.drops_at = self._plan_drops()
         made = (value for step in self.steps.values() for _, value in step.made)
         ends = [value for value in made if value in self.dropped and value not in used]
         ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
-        self.samples = {number: value for number, value in self.firsts.items() if value in ends}
+        self.samples = {number: value for number, value in self.firsts.items() if value in ends}  # that are compared
+        self._fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = {}
 
     # What is dropped
 
-    def _choose(self) -> dict[int, View]:
-        """Choose the values that are dropped; return how the tensor lies that stands for each value in the program."""
+    def _choose(self, redraw: bool) -> dict[int, View]:
+        """Choose the sources; return how the tensor lies that stands for each value that is a source or can be made."""
         trace, values = self.trace, self.trace.values
         saved: dict[int, list[int]] = {}
         for number, entry in enumerate(trace.entries):
             if entry.value != UNKNOWN:
                 saved.setdefault(entry.value, []).append(number)
         stands: dict[int, View] = {}
-        sources: dict[int, int | Weight | None] = {}
+        sources = self.sources
         for number, value in enumerate(values):
             if value.source is not None and value.view is not None:
                 stands[number], sources[number] = value.view, value.source
@@ -216,7 +191,7 @@ class Program:
                 continue
             made = value.maker != UNKNOWN and number not in self.banned
             stays = made and number in saved and self.nodes[value.maker].name in self.policy.names
-            if made and not stays and (value.maker in runs or self._may_run(self.nodes[value.maker], stands)):
+            if made and not stays and (value.maker in runs or self._may_run(self.nodes[value.maker], stands, redraw)):
                 runs.add(value.maker)
                 assert value.view is not None
                 large = value.nbytes >= self.min_bytes or number not in saved
@@ -226,13 +201,11 @@ class Program:
             if number in saved:  # it stays, and programs may read it
                 views = [(view, at) for at in saved[number] if (view := trace.entries[at].view) is not None]
                 view, at = max(views, key=lambda each: each[0].covered)
-                stands[number], sources[number], self.kept_at[number] = view, None, at
-        self.sources = sources
-        self.dropped = frozenset(number for number in saved if number in stands and number not in sources)
+                stands[number], sources[number] = view, Saved(at)
         return stands
 
-    def _may_run(self, node: Node, stands: dict[int, View]) -> bool:
-        if self.policy.keeps(node.operator, node.name) or (node.drawn is not None and not self.may_redraw):
+    def _may_run(self, node: Node, stands: dict[int, View], redraw: bool) -> bool:
+        if self.policy.keeps(node.operator, node.name) or (node.drawn is not None and not redraw):
             return False
         if any(value not in stands for value in node.reads):
             return False
@@ -250,30 +223,36 @@ class Program:
         places = tuple((at, given) for at, given in named if any(leaves(given, _Read)))
         # A value may stay that an operator returns beside others.
         made = tuple((place, value) for place, value in node.made if value not in self.sources)
-        function = isinstance(node.operator, FunctionCall)
-        single = made[0][1] if not function and len(node.made) == 1 and made and node.returns_one else -1
-        scratch = () if function else tuple(k for k in rules_of(node.operator).scratch if k < len(args))
+        rules = None if isinstance(node.operator, FunctionCall) else rules_of(node.operator)  # which are cached
+        scratch = tuple(place for place in rules.scratch if place < len(args)) if rules is not None else ()
         # Without the Python frame of `torch.ops`.
         call = getattr(node.operator, "_op", node.operator)
         reads = tuple(dict.fromkeys(node.reads))
         sources = tuple(value for value in reads if value in self.sources)
-        return Step(node, call, args, kwargs, places, single, made, reads, sources, scratch)
+        return Step(node, call, args, kwargs, places, made, reads, sources, scratch)
 
-    def _expect(self, entry: Entry) -> ExpectedTensor | None:
+    def _expect(self, number: int, entry: Entry) -> ExpectedTensor | None:
         view, value = entry.view, entry.value
         if view is None:
             return None
         source = self.sources.get(value)
         same = type(source) is int and view == self.trace.values[value].view and not entry.by_function
-        layout = view.dtype, view.size, view.stride, view.offset // view.dtype.itemsize
-        is_shared = self.uses[value] > 1
-        place = source if same else -1
-        return ExpectedTensor(*layout, value, value in self.dropped, is_shared, place)  # type: ignore[arg-type]
+        return ExpectedTensor(
+            view.dtype,
+            view.size,
+            view.stride,
+            view.offset // view.dtype.itemsize,
+            value,
+            is_dropped=value in self.dropped,
+            is_shared=self.uses[value] > 1,
+            is_source=source == Saved(number),
+            place=source if same else -1,  # type: ignore[arg-type]
+        )
 
     # Parts
 
-    def _find_held(self) -> None:
-        """Find the values that are expensive to make; see [Note: parts]."""
+    def _find_held(self) -> frozenset[int]:
+        """Return the values that are expensive to make; see [Note: parts]."""
         held, costs = set[int](), dict[int, int]()
         for step in self.steps.values():
             cost = 1 + sum(costs[value] for value in step.reads if value not in self.sources and value not in held)
@@ -284,7 +263,7 @@ class Program:
                 costs[value] = cost
                 if expensive:
                     held.add(value)
-        self.held = frozenset(held)
+        return frozenset(held)
 
     def fill(self, part: int, present: frozenset[int], others: frozenset[int]) -> Fill:
         """Return how a part is made, if some values are there, and other parts are still to be made."""
@@ -333,23 +312,26 @@ class Program:
             present = fill.held
         return found
 
-    def _plan_drops(self) -> None:
-        """Decide behind which entries values are dropped: where a module inside has ended that saved much."""
+    def _plan_drops(self) -> dict[int, list[int]]:
+        """Return the entries that are dropped behind others, where a module inside has ended that saved much."""
         trace = self.trace
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
         for value, number in last.items():
             _, sources = self._makers((value,), ())
-            ready[value] = max([number, *(self.kept_at.get(source, 0) for source in sources)])
+            found = [self.sources[each] for each in sources]
+            ready[value] = max([number, *(source.entry for source in found if isinstance(source, Saved))])
         gone: set[int] = set()
+        drops_at: dict[int, list[int]] = {}
         for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
             if segment == following:
                 continue
-            found = {value for value, behind in ready.items() if behind <= number} - gone
-            nbytes = sum(trace.values[value].nbytes for value in found)
-            if found and nbytes >= self.dropped_bytes / PARTS:
-                self.drops_at[number] = tuple(k for k, entry in enumerate(trace.entries) if entry.value in found)
-                gone |= found
+            dropped = {value for value, behind in ready.items() if behind <= number} - gone
+            nbytes = sum(trace.values[value].nbytes for value in dropped)
+            if dropped and nbytes >= self.dropped_bytes / PARTS:
+                drops_at[number] = [k for k, entry in enumerate(trace.entries) if entry.value in dropped]
+                gone |= dropped
+        return drops_at
 
     # Running
 
@@ -360,10 +342,7 @@ class Program:
             args = args.copy()
             kwargs = kwargs.copy() if kwargs else kwargs
             for at, read in step.places:
-                if type(read) is _Read:
-                    given: Any = values[read.value] if read.same else on_value(values[read.value], read)
-                else:
-                    given = _filled(read, values)
+                given = values[read.value] if type(read) is _Read and read.same else _filled(read, values)
                 if type(at) is int:
                     args[at] = given
                 else:
@@ -377,14 +356,10 @@ class Program:
             assert beginning is not None
             with beginning.draw_from(step.node.drawn):
                 outputs = step.call(*args, **kwargs)
-        if step.single != -1:
-            values[step.single] = outputs
-        elif isinstance(outputs, Tensor):
-            for _, value in step.made:
-                values[value] = outputs
-        else:
-            for place, value in step.made:
-                values[value] = outputs[place]
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        for place, value in step.made:
+            values[value] = outputs[place]
 
 
 FILLS = 256

@@ -87,14 +87,6 @@ class Node:
     segment: int  # as in `Entry`
     drawn: int | None = None  # random numbers of the call before its own, if it draws; see [Note: random numbers]
 
-    @property
-    def returns_one(self) -> bool:
-        """Whether the operator returns one tensor."""
-        if self.operator is same:
-            return True
-        returns = self.operator._schema.returns
-        return len(returns) == 1 and "[]" not in str(returns[0].type)
-
 
 class Entry(NamedTuple):
     """One tensor that autograd saves in the call, in the order of saving."""
@@ -166,10 +158,10 @@ def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
             continue
         value = node.made[0][1]
         view = trace.values[value].view
+        assert view is not None
         key = node.operator, view, _key((node.args, tuple(sorted(node.kwargs.items()))), twins)
-        twin = first.setdefault(key, value) if view is not None and node.returns_one else value
+        twin = first.setdefault(key, value)
         if twin != value and twin not in banned:  # [guard: twins of values that stay]
-            assert view is not None
             twins[value] = twin
             nodes[-1] = replace(node, operator=same, args=(Place(twin, view),), kwargs={}, reads=(twin,))
     return nodes
