@@ -83,22 +83,19 @@ class Groups:
         """
         if not self.rows:
             return x.new_zeros(0, weight.shape[2])
-        if self.counts is None:
+        if self.offsets is not None:
             assert _grouped_mm is not None
-            assert self.offsets is not None
             result = _grouped_mm(x, weight, offs=self.offsets)
             if clean and self.padded:
                 behind = torch.arange(self.rows, device=x.device) >= self.offsets[-1]
                 result.masked_fill_(behind.unsqueeze(1), 0.0)  # not a product: what lies there may be NaN
             return result
         result = x.new_empty(self.rows, weight.shape[2])
-        start = 0
-        for count, matrix in zip(self.counts, weight.unbind(), strict=True):
-            if count:
-                torch.mm(x[start : start + count], matrix, out=result[start : start + count])
-            start += count
+        for part, rows, matrix in zip(self._split(result), self._split(x), weight.unbind(), strict=True):
+            torch.mm(rows, matrix, out=part)
         if clean:
-            result[start:].zero_()
+            assert self.counts is not None
+            result[sum(self.counts) :].zero_()
         return result
 
     def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -109,20 +106,22 @@ class Groups:
         shape = (self.number, a.shape[1], b.shape[1])
         if not self.rows:
             return a.new_zeros(shape)
-        if self.counts is None:
+        if self.offsets is not None:
             assert _grouped_mm is not None
-            assert self.offsets is not None
             result = _grouped_mm(a.t(), b, offs=self.offsets)
             if _leaves_garbage(a.device):
                 empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
                 result.masked_fill_(empty.view(-1, 1, 1), 0.0)
             return result
         result = a.new_empty(shape)
-        start = 0
-        for count, matrix in zip(self.counts, result.unbind(), strict=True):
-            torch.mm(a[start : start + count].t(), b[start : start + count], out=matrix)
-            start += count
+        for matrix, left, right in zip(result.unbind(), self._split(a), self._split(b), strict=True):
+            torch.mm(left.t(), right, out=matrix)
         return result
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each group."""
+        assert self.counts is not None
+        return torch.split(rows[: sum(self.counts)], list(self.counts))
 
 
 def _no_grouped_mm(x: torch.Tensor, widths: Sequence[int]) -> str:
