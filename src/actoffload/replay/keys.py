@@ -15,7 +15,7 @@ from math import inf
 from numbers import Number
 from operator import attrgetter, is_
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.jit import ScriptModule
@@ -28,6 +28,8 @@ _PLAIN = Number, Enum, str, bytes, range, slice, type(None), torch.dtype, torch.
 _OFTEN = frozenset((int, bool, str, type(None), torch.dtype))  # those of most calls
 LARGEST = 1024  # elements of an array of NumPy that is compared
 _INTERNAL = frozenset(vars(Module())) - {"training"}
+
+_Names: TypeAlias = tuple[list[str], list[Any], list[str]]  # of the module itself; dictionaries, and a name in each
 
 
 class Attributes:
@@ -52,10 +54,11 @@ class Attributes:
         self._contents: list[Iterable[Any]] = [each for each in hooks if each]
         self._contents += [value for value in values if type(value) is list and _is_plain(value)]
         self._weights = list(module.parameters())
-        self._values, self._now = list(self._plain_values()), self._look()
+        self._values, self._now = list(self._find(self._plain)), self._look()
         # Another object may have the place in memory of one that is freed.
         self._freed: list[Any] = []
-        self._references = [_reference(each, self._freed.append) for each in chain(*self._identities())]
+        referred = chain(self._find(self._objects), self._find(self._registered))
+        self._references = [_reference(each, self._freed.append) for each in referred]
 
     @property
     def modules(self) -> list[Module]:
@@ -64,21 +67,15 @@ class Attributes:
         assert root is not None
         return [root, *self._inside]
 
-    def _plain_values(self) -> Iterable[Any]:
-        own, holders, names = self._plain
-        return chain(map(vars(self._root()).get, own), map(dict.get, holders, names))
-
-    def _identities(self) -> tuple[Iterable[Any], Iterable[Any]]:
-        """Return functions and settings, and the registered modules, weights and buffers, as they are now."""
-        own, holders, names = self._objects
-        objects = chain(map(vars(self._root()).get, own), map(dict.get, holders, names))
-        return objects, map(dict.get, *self._registered[1:])
+    def _find(self, names: _Names) -> Iterable[Any]:
+        """Return what has some names, as it is now."""
+        own, holders, others = names
+        return chain(map(vars(self._root()).get, own), map(dict.get, holders, others))
 
     def _look(self) -> tuple[list[Any], ...]:
-        objects, members = self._identities()
         return (
-            list(map(id, members)),
-            list(map(id, objects)),
+            list(map(id, self._find(self._registered))),
+            list(map(id, self._find(self._objects))),
             [len(vars(self._root())), *map(len, self._sized)],
             list(map(tuple, self._contents)),
             list(map(_needs_gradient, self._weights)),
@@ -89,7 +86,7 @@ class Attributes:
         """Whether nothing has changed."""
         if self._freed:  # [guard: functions at the place of one that is freed]
             return False
-        now, before = list(self._plain_values()), self._values  # of which 0.0 and -0.0 are equal, as 1 and True are
+        now, before = list(self._find(self._plain)), self._values  # of which 0.0 and -0.0 are equal, as 1 and True are
         same = all(map(is_, now, before)) or _describe(now, []) == _describe(before, [])
         return same and self._look() == self._now
 
@@ -101,9 +98,7 @@ class Attributes:
 _needs_gradient = attrgetter("requires_grad")
 
 
-def _names(
-    own: dict[str, Any], dicts: Sequence[Any], chosen: Callable[[Any], bool]
-) -> tuple[list[str], list[Any], list[str]]:
+def _names(own: dict[str, Any], dicts: Sequence[Any], chosen: Callable[[Any], bool]) -> _Names:
     """Return the names of chosen values in one dictionary, and for those in others the dictionary and each name."""
     ours, *theirs = ([name for name in each if name not in _INTERNAL and chosen(each[name])] for each in (own, *dicts))
     holders = [each for each, names in zip(dicts, theirs, strict=True) for _ in names]

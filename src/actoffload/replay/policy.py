@@ -36,18 +36,11 @@ PolicyArgument: TypeAlias = Callable[..., Any] | Collection[Any]
 class Policy:
     """Which saved values stay, and which operators are not run again.
 
-    Parameters
-    ----------
-    names : collection of str
-        Calls of operators, such as ``aten.mm.default#2`` for the third call of a matrix product.  What autograd saves
-        of their results stays; where other values need a result that is not saved, they run again.
-    operators : collection
-        Operators of which no call is run again.
-    given : callable, optional
-        A policy of the program, called with the tensors of each operator while a call is traced.
-    holds : bool
-        Whether each value that is made again stays until its last use.  Otherwise those that are cheap to make are
-        freed and made once more, see `program` [Note: what is held].
+    What autograd saves of the results of calls with some `names`, as ``aten.mm.default#2`` for the third call of a
+    matrix product, stays; where other values need a result that is not saved, they run again.  No call of `operators`
+    is run again, nor one for which `given` returns True, a policy of the program that is called with the tensors of
+    each operator in a traced call.  If it `holds`, each value that is made again stays until its last use: see
+    `program` [Note: parts].
     """
 
     def __init__(
@@ -82,20 +75,11 @@ _has_output = "op_output" in inspect.signature(SelectiveCheckpointContext).param
 
 
 def policy_for(recompute: Any) -> Policy:
-    """Return the policy for the argument `recompute` of `offload`.
+    """Return the policy for the argument `recompute` of `offload`; raise a `TypeError` for what is none.
 
-    Parameters
-    ----------
-    recompute : "auto", True, collection of operators or callable
-        ``"auto"`` runs cheap operators again, True everything that can be.  Otherwise a policy as
-        ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: operators whose outputs are saved, or
-        a function ``(ctx, op, *args, **kwargs)`` that returns a `torch.utils.checkpoint.CheckpointPolicy` or a bool.
-        It is called when a call of a module is traced.
-
-    Raises
-    ------
-    TypeError
-        If it is something else, or if the function returns something else.
+    ``"auto"`` runs cheap operators again, True everything that can be.  Otherwise it is a policy as
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: operators whose outputs are saved, or a
+    function ``(ctx, op, *args, **kwargs)`` that returns a `CheckpointPolicy` or a bool, in calls that are traced.
     """
     if recompute is True:
         return everything

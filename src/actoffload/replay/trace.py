@@ -186,11 +186,10 @@ def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
     states: list[Any] = [random.getstate()]
     if numpy is not None:
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
-        name, keys, *rest = numpy.random.get_state()
-        states += [name, keys.tobytes(), *rest]
-    found = [each for module in modules for each in vars(module).values() if isinstance(each, kinds)]
+        states.append(numpy.random.get_state())
+    states += [each for module in modules for each in vars(module).values() if isinstance(each, kinds)]
     # What has no state draws from the system.
-    return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
+    return tuple(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in states)
 
 
 def gpu_generator() -> Any:
@@ -248,11 +247,9 @@ class RngPosition(NamedTuple):
 
 
 class RandomDraws:
-    """What a call draws that begins now: operators from the generator of the GPU, and its modules in Python."""
+    """What operators of a call that begins now draw from the generator of the GPU."""
 
-    def __init__(self, modules: Iterable[Module]) -> None:
-        self._modules = modules
-        self._in_python = states_of_python(modules)
+    def __init__(self) -> None:
         self.beginning = RngPosition.read()
         self.drawn = 0  # so far
         self._all_seen = self.beginning is not None
@@ -270,10 +267,6 @@ class RandomDraws:
         first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
         here = isinstance(first, Tensor) and first.device == self.beginning.generator.device
         return here and before < self.drawn
-
-    def drew_in_python(self) -> bool:
-        """Return whether the generators of Python and NumPy have moved since."""
-        return states_of_python(self._modules) != self._in_python
 
     def saw_all(self) -> bool:
         """Return whether operators that were seen have drawn all numbers until now."""

@@ -32,7 +32,19 @@ from .._torch.tensors import (
 )
 from ..engine.layout import View
 from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RandomDraws, Trace, Value, Weight, generator_states
+from .trace import (
+    UNKNOWN,
+    Entry,
+    FunctionCall,
+    Node,
+    Place,
+    RandomDraws,
+    Trace,
+    Value,
+    Weight,
+    generator_states,
+    states_of_python,
+)
 
 _aten = torch.ops.aten
 _COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
@@ -59,16 +71,8 @@ _Base: Any = object if DispatchMode is None else DispatchMode
 class Tracer(_Base):  # type: ignore[misc]
     """Records one call of a module: a dispatch mode, hooks on the calls inside, and a look at autograd functions.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module that is called.
-    inputs : sequence of torch.Tensor
-        The tensors among its arguments.
-    policy : Policy
-        May have a function of the program that wants to see each operator.
-    stream : callable
-        Returns the current stream.  What runs on another one than the first is not run again.
+    `inputs` are the tensors among its arguments.  The `policy` sees each operator.  `stream` returns the current
+    stream: what runs on another one than the first is not run again.
     """
 
     supports_higher_order_operators = True
@@ -91,13 +95,12 @@ class Tracer(_Base):  # type: ignore[misc]
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
         self._weights: dict[int, tuple[Weight, View]] = {}
-        self._found_weights: dict[int, int] = {}  # by value: the address of the storage
         self._counts: defaultdict[Any, count[int]] = defaultdict(count)
         self._function: _RunningFunction | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
-        self.drawing = RandomDraws(self._modules)
+        self.drawing, self._in_python = RandomDraws(), states_of_python(self._modules)
         self.segment = 0
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -137,9 +140,19 @@ class Tracer(_Base):  # type: ignore[misc]
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
         known = self.drawing.saw_all()
-        self._forget_substitutes()
-        steady = not self._host_reads and not self.drawing.drew_in_python()
-        freed = self._find_freed()
+        steady = not self._host_reads and self._in_python == states_of_python(self._modules)
+        alive = [memory for weak in self._weak if (memory := storage_behind(weak)) is not None]
+        sizes = {address(memory): memory.nbytes() for memory in alive}
+        self._find_weights()
+        freed = set[int]()
+        for key, number in self._ids.items():
+            value = self.values[number]
+            shrunk = sizes.get(key, value.nbytes) < value.nbytes
+            is_weight = isinstance(value.source, Weight)  # FSDP2 frees weights, and gathers them again
+            if shrunk and not is_weight:
+                freed.add(number)
+            elif is_weight and not shrunk and key not in self._weights:  # [guard: weights that are replaced for a time]
+                value.source = None  # `functional_call` has put a tensor in its place for the time of a call
         for node in self.nodes:
             if not freed.isdisjoint(node.reads) or not (known or node.drawn is None):
                 for _, number in node.made:
@@ -147,29 +160,6 @@ class Tracer(_Base):  # type: ignore[misc]
         for number in freed:
             self.values[number].maker, self.values[number].source = UNKNOWN, None
         return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
-
-    def _forget_substitutes(self) -> None:
-        """Forget that tensors are weights which were in their places for a time only, as `functional_call` does."""
-        self._find_weights()
-        alive = [memory for weak in self._weak if (memory := storage_behind(weak)) is not None]
-        sizes = {address(memory): memory.nbytes() for memory in alive}
-        for number, key in self._found_weights.items():
-            value = self.values[number]
-            gathered = sizes.get(key, value.nbytes) < value.nbytes  # FSDP2 has freed it since
-            if key not in self._weights and not gathered:  # [guard: weights that are replaced for a time]
-                value.source = None
-
-    def _find_freed(self) -> set[int]:
-        """Return the values whose memory the program has freed in the call."""
-        freed = set[int]()
-        for weak in self._weak:
-            memory = storage_behind(weak)
-            number = UNKNOWN if memory is None else self._ids.get(address(memory), UNKNOWN)
-            if memory is not None and number != UNKNOWN:
-                value = self.values[number]
-                if memory.nbytes() < value.nbytes and not isinstance(value.source, Weight):  # FSDP2 frees weights
-                    freed.add(number)
-        return freed
 
     def __del__(self) -> None:
         for weak in self._weak:
@@ -207,9 +197,7 @@ class Tracer(_Base):  # type: ignore[misc]
             return found
         weight = self._weight_at(address(memory))
         if weight is not None:
-            number = self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
-            self._found_weights[number] = address(memory)
-            return number
+            return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
         cast = _cast_weight(tensor)
         if cast is None or self._weight_at(address(cast.untyped_storage())) is None:
             return self._add(memory, Value(memory.nbytes()))
@@ -217,7 +205,7 @@ class Tracer(_Base):  # type: ignore[misc]
         read = self._value_of(cast)
         value = self._add(memory, Value(memory.nbytes(), view=View.of(tensor)))
         name, places = f"{_COPY}#{next(self._counts[_COPY])}", (Place(read, View.of(cast)),)
-        self._add_node(_COPY, name, places, {"dtype": tensor.dtype}, [(0, value)], (read,))
+        self._add_node(_COPY, name, places, {"dtype": tensor.dtype}, {value: 0}, (read,))
         return value
 
     def _weight_at(self, key: int) -> tuple[Weight, View] | None:
@@ -263,6 +251,7 @@ class Tracer(_Base):  # type: ignore[misc]
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
         counterpart = self._find_counterpart(operator, with_places, args) if rules.mutable else None
         drawn = self.drawing.start_operator() if draws_random_numbers(rules, args, kwargs) else None
+        first = len(self.values)
         outputs = operator(*args, **kwargs)
         if counterpart is not None:
             del self._ids[address(args[0].untyped_storage())]  # so that a new value begins
@@ -281,8 +270,8 @@ class Tracer(_Base):  # type: ignore[misc]
             and self._stream() == self._at
             and before == (generator_states() if before is not None else None)
         )
-        made, plain = self._add_outputs(outputs)
-        if made and plain and replayable:
+        made, plain, _ = self._add_outputs(outputs, first)
+        if plain and replayable:
             self._add_node(counterpart or operator, name, with_places, named, made, reads, drawn)
         return outputs
 
@@ -323,23 +312,35 @@ class Tracer(_Base):  # type: ignore[misc]
                     # values that are written in place
                     self._add(memory, Value(memory.nbytes()))
 
-    def _add_outputs(self, outputs: Any) -> tuple[list[tuple[int, int]], bool]:
-        """Begin the values that an operator has returned; also return whether all that it returned is plain."""
-        made: list[tuple[int, int]] = []
-        plain = True
+    def _add_outputs(self, outputs: Any, first: int) -> tuple[dict[int, int], bool, bool]:
+        """Begin the values that an operator has returned, before which there were `first` ones.
+
+        Return their places among the outputs, whether all outputs are plain, and whether all are new.
+        """
+        made: dict[int, int] = {}
+        plain = new = True
         for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
             if type(output) not in _PLAIN or not _has_memory(output):
                 plain &= not isinstance(output, Tensor) or not output.numel()
                 continue
             memory = output.untyped_storage()
-            if address(memory) not in self._ids:
-                made.append((place, self._add(memory, Value(memory.nbytes(), view=View.of(output)))))
-        return made, plain
+            value = self._ids.get(address(memory))
+            if value is None:
+                value = self._add(memory, Value(memory.nbytes()))
+            if value >= first:
+                self.values[value].view = self.values[value].view or View.of(output)
+                made.setdefault(value, place)
+            else:
+                new = False
+        return made, plain, new
 
     def _add_node(
-        self, operator: Any, name: str, args: Any, kwargs: Any, made: Any, reads: Any, drawn: int | None = None
+        self, operator: Any, name: str, args: Any, kwargs: Any, places: Any, reads: Any, drawn: int | None = None
     ) -> None:
         """Note an operator that can run again, in the innermost module that runs, as the maker of values."""
+        made = [(place, value) for value, place in places.items() if self.values[value].source is None]
+        if not made:
+            return
         for _, value in made:
             self.values[value].maker = len(self.nodes)
         module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
@@ -369,28 +370,26 @@ class Tracer(_Base):  # type: ignore[misc]
         finally:
             self._function = None
         self.drawing.end_operator(outputs)
-        replayable = all(self._lasts(each) for each in args)
-        # functions that draw random numbers
-        replayable &= running.pure and before == generator_states() and UNKNOWN not in reads and not kwargs
-        replayable &= self._stream() == self._at
-        made: list[tuple[int, int]] = []
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        for place, output in enumerate(flat):
-            if type(output) in _PLAIN and _has_memory(output):
-                memory = output.untyped_storage()
-                value = self._ids.get(address(memory))
-                if value is None:  # a function with a subclass may return a part of a weight
-                    value = self._value_of(output) if UNKNOWN in reads else self._add(memory, Value(memory.nbytes()))
-                replayable &= value >= running.first  # functions that return an input, which they may change
-                self.values[value].view = self.values[value].view or View.of(output)
-                made.append((place, value))
-            else:
-                replayable &= not isinstance(output, Tensor)
-        made += [(len(flat) + place, value) for place, value in enumerate(running.saved) if value >= running.first]
-        # What it returns and saves as well is made once.
-        once = {value: place for place, value in reversed(made) if self.values[value].source is None}
-        made = [(place, value) for value, place in once.items()]
-        if replayable and made:
+        if UNKNOWN in reads:  # a function with a subclass may return a part of a weight
+            for output in flat:
+                if type(output) in _PLAIN and _has_memory(output):
+                    self._value_of(output)
+        made, plain, new = self._add_outputs(flat, running.first)
+        for place, value in enumerate(running.saved, len(flat)):
+            if value >= running.first:
+                made.setdefault(value, place)
+        replayable = (
+            plain
+            and new  # functions that return an input, which they may change
+            and running.pure
+            and before == generator_states()  # functions that draw random numbers
+            and UNKNOWN not in reads
+            and not kwargs
+            and all(map(self._lasts, args))
+            and self._stream() == self._at
+        )
+        if replayable:
             self._add_node(call, name, places, {}, made, reads)
         return outputs
 
