@@ -13,7 +13,7 @@ from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 from actoffload._text import size
 from actoffload.device import ReferenceDevice
 from actoffload.model import reporting
-from actoffload.replay.remake import Slot
+from actoffload.replay.call import Slot
 
 MIB = 2**20
 

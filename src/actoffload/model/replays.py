@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -33,7 +33,6 @@ from ..replay import (
     Policy,
     Program,
     Times,
-    Trace,
     TracedCall,
     Tracer,
     Weight,
@@ -50,7 +49,7 @@ FUNCTIONAL = "because they are called with other parameters, by torch.func.funct
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
-TIMED = 3  # groups that do the same whose operators are timed in a pass
+TIMED = 3  # groups that do the same whose operators are timed
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
 
@@ -62,9 +61,8 @@ class _Kind:
     """Calls of a group that do the same, as far as their arguments and the attributes of its modules say."""
 
     attributes: Attributes
-    trace: Trace | None = None
+    key: Any  # what arguments and autocast say
     programs: dict[tuple[Policy, bool], Program] = field(default_factory=dict)  # whether for a graph that is captured
-    banned: frozenset[int] = frozenset()
     different: int = 0
 
 
@@ -72,18 +70,14 @@ class _Group(NamedTuple):
     """What is known of the calls of one group."""
 
     name: str  # for errors
-    kinds: OrderedDict[Hashable, _Kind]
-    states: list[Attributes]
+    kinds: list[_Kind]  # of the latest calls, the last one first
 
 
 class RunningCall(NamedTuple):
-    """A call that runs, and what is learned at its end."""
+    """A call that runs, and the kind of which it is."""
 
     call: FollowingCall | TracedCall
-    group: int
     kind: _Kind
-    policy: Policy
-    operators: OperatorTimes | None
 
 
 class Replays:
@@ -98,7 +92,6 @@ class Replays:
         self._alone: dict[int, bool] = {}
         self._refused: dict[str, str] = {}  # by the name of a module: why its calls are not replayed
         self._passes = 0
-        self._timed: Counter[Hashable] = Counter()  # by what a program does: groups in which it was timed in this pass
         self._count = sum(followed.group >= 0 for followed in modules)  # of groups, which are numbered from 0
         self.alarm = Alarm(backend)
         self.proven_bytes = 0  # that were compared in all bits
@@ -112,7 +105,6 @@ class Replays:
             If values of an earlier backward were not the same when they were made again.
         """
         self._passes += 1
-        self._timed.clear()
         self.alarm.look()
 
     def begin(
@@ -138,16 +130,21 @@ class Replays:
             return None
         known = self._groups.get(group)
         if known is None:
-            name = f"'{group_name(followed.name)}' ({type(module).__name__})"
-            known = self._groups[group] = _Group(name, OrderedDict(), [])
-        attributes = next((state for state in known.states if state.holds), None)
-        if attributes is None:
-            attributes = Attributes(module)
-            states = [attributes, *(state for state in known.states if state.has_members_of(attributes))]
-            known.states[:] = states[:KINDS]
-            for key in [key for key, kind in known.kinds.items() if kind.attributes not in states]:
-                del known.kinds[key]  # [guard: weights that were replaced]
-        if followed.compiled or attributes.is_compiled:
+            known = self._groups[group] = _Group(f"'{group_name(followed.name)}' ({type(module).__name__})", [])
+        kinds = known.kinds
+        attributes = next((each.attributes for each in kinds if each.attributes.holds), None) or Attributes(module)
+        compiled = followed.compiled or attributes.is_compiled
+        arguments, tensors = (None, []) if compiled else describe(args, kwargs)
+        device = self._backend.type
+        key = arguments, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        kind = next((each for each in kinds if each.attributes is attributes and each.key == key), None)
+        kind = kind or _Kind(attributes, key)
+        if not kinds or kinds[0] is not kind:
+            others = [each for each in kinds if each is not kind]
+            # [guard: weights that were replaced]
+            others = [each for each in others if each.attributes.has_members_of(attributes)]
+            kinds[:] = [kind, *others[: KINDS - 1]]
+        if compiled:
             if attributes.has_statistics:  # running statistics of compiled code
                 self._refused[followed.name] = STATISTICS
                 return None
@@ -155,61 +152,41 @@ class Replays:
                 return partial(_run_again, None)
             sizes = operators.saved[group] = []
             return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes()))
-        arguments, tensors = describe(args, kwargs)
-        kind_of_device = self._backend.type
-        autocast = torch.is_autocast_enabled(kind_of_device), torch.get_autocast_dtype(kind_of_device)
-        key = id(attributes), arguments, autocast
-        kind = known.kinds.get(key)
-        if kind is None:
-            kind = known.kinds[key] = _Kind(attributes)
-            if len(known.kinds) > KINDS:
-                known.kinds.popitem(last=False)
-        elif len(known.kinds) > 1:
-            known.kinds.move_to_end(key)
         capturing = self._backend.capturing()
         program = kind.programs.get((policy, capturing))
-        if program is None and kind.trace is not None:
-            program = Program(kind.trace, policy, self._min_bytes(), kind.banned, redraw=not capturing)
+        if program is None and kind.programs:
+            proven = next(iter(kind.programs.values()))
+            program = Program(proven.trace, policy, self._min_bytes(), proven.banned, redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
             self._refused[followed.name] = CAPTURED
             return None
-        timed = operators is not None and group not in operators.groups and not capturing
+        timer = None
+        if operators is not None and group not in operators.groups and not capturing:
+            timer = partial(operators.measure, group)
         common = attributes.modules, tensors, packer, self.alarm, known.name
-        if program is not None and not timed:
+        if program is not None and timer is None:
             following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
-            return RunningCall(following, group, kind, policy, None)
+            return RunningCall(following, kind)
         if _in_functional_call():  # [guard: functional call]
             self._refused[followed.name] = FUNCTIONAL
             return None
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
-        call = TracedCall(tracer, policy, self._min_bytes(), *common, timer=self._measure if timed else None)
+        call = TracedCall(tracer, policy, self._min_bytes(), *common, timer=timer)
         tracer.begin()
-        return RunningCall(call, group, kind, policy, operators)
-
-    def _measure(self, program: Program, source: Any, beginning: Any) -> Times:
-        """Time the operators of a program, unless those of enough groups that do the same were timed."""
-        key = _work_of(program)
-        self._timed[key] += 1
-        return measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else {}
+        return RunningCall(call, kind)
 
     def finish(self, begun: RunningCall, output: Any) -> None:
         """End a call of a group that has returned."""
-        call, kind, policy = begun.call, begun.kind, begun.policy
+        call, kind = begun
         call.finish(output)
         if not call.agrees:  # calls that differ though their arguments do not: the next one is traced
             kind.different += 1
-            kind.trace = None
             kind.programs.clear()
-        if isinstance(call, FollowingCall):
-            return
-        program = call.program
-        self.proven_bytes += call.proven_bytes
-        if program.trace.steady and kind.different < DIFFERENT:
-            kind.trace, kind.banned = program.trace, frozenset(program.banned)
-            kind.programs = {(policy, self._backend.capturing()): program}
-        if begun.operators is not None and call.times is not None:
-            begun.operators.add(begun.group, *call.times)
+        elif isinstance(call, TracedCall):
+            self.proven_bytes += call.proven_bytes
+            if call.program.trace.steady and kind.different < DIFFERENT:
+                kind.programs = {(call.program.policy, False): call.program}
 
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
@@ -295,7 +272,8 @@ class OperatorTimes:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: dict[int, tuple[Program, Mapping[int, tuple[Any, Any]]]] = {}
+        self._known: dict[int, tuple[Program, Times]] = {}
+        self._timed: Counter[Hashable] = Counter()  # by what a program does: groups in which it was timed
         self.saved: dict[int, list[int]] = {}  # by compiled group: bytes of the storages that it saves as it is
 
     @property
@@ -303,9 +281,12 @@ class OperatorTimes:
         """The groups whose operators were timed, or that are compiled and show what they save."""
         return frozenset(self._known.keys() | self.saved.keys())
 
-    def add(self, group: int, program: Program, times: Mapping[int, tuple[Any, Any]]) -> None:
-        """Take the events around the operators of a program."""
-        self._known.setdefault(group, (program, times))
+    def measure(self, group: int, program: Program, source: Any, beginning: Any) -> None:
+        """Time the operators of the program of a group, unless those of enough groups that do the same were timed."""
+        key = _work_of(program)
+        self._timed[key] += 1
+        times = measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else {}
+        self._known[group] = program, times
 
     def costs(self) -> dict[int, list[OperatorCost]]:
         """Return the operators of each group in the order in which they run.
@@ -331,6 +312,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
     costs = []
     for (number, step), own in zip(program.steps.items(), seconds, strict=True):
         made, read = [value for _, value in step.made], [value for value in step.reads if value not in sources]
+        dropped = program.dropped.intersection(made)
         makers = {value: place[values[value].maker] for value in read if values[value].maker in place}
         sizes = tuple(
             values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
@@ -345,15 +327,13 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
                 max(own, 0.0),
                 sizes,
                 reads=tuple(sorted({*makers.values()})),
-                needed=not program.dropped.isdisjoint(made),
+                needed=bool(dropped),
                 returned=sum(values[value].nbytes for value in made if value in program.trace.returned),
                 unsaved=tuple(sorted({maker for value, maker in makers.items() if value not in saved})),
                 segment=step.node.segment,
                 kept=kept,
                 gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
-                twice=sum(values[value].nbytes for value in made if value in program.dropped)
-                if runs[number] > 1
-                else 0,
+                twice=sum(values[value].nbytes for value in dropped) if runs[number] > 1 else 0,
             )
         )
     return costs

@@ -1,11 +1,10 @@
 """Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
 
-from .call import FollowingCall, TracedCall
+from .call import FollowingCall, Remake, TracedCall
 from .keys import Attributes, describe
 from .policy import Policy, PolicyArgument, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
-from .remake import Remake
 from .trace import FunctionCall, Trace, Weight, same
 from .tracer import Tracer, remove_tracers
 

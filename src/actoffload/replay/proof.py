@@ -50,27 +50,23 @@ class _Guards(threading.local):
 _thread = _Guards()
 
 
-class _Below:
-    """A context with some guards, for any number of threads."""
+_GUARDS = below_autograd, no_autocast, no_torch_dispatch
 
-    def __init__(self, *kinds: Any) -> None:
-        self._kinds = kinds
+
+class _Below:
+    """Calls operators below autograd, autocast, dispatch modes and tensor subclasses, in any number of threads."""
 
     def __enter__(self) -> None:
         entered = _thread.entered
-        for kind in self._kinds:
-            entered.append(kind())  # is in force from here on, and in no variable that a traceback keeps
+        for guard in _GUARDS:
+            entered.append(guard())  # is in force from here on, and in no variable that a traceback keeps
             entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        rise(len(_thread.entered) - len(self._kinds))
+        rise(len(_thread.entered) - len(_GUARDS))
 
 
-below_modes = _Below(no_torch_dispatch)
-"""Calls operators below dispatch modes and tensor subclasses."""
-
-below_everything = _Below(below_autograd, no_autocast, no_torch_dispatch)
-"""Calls operators below autograd, autocast, dispatch modes and tensor subclasses."""
+below_everything = _Below()
 
 
 def rise(depth: int = 0) -> None:
@@ -282,10 +278,7 @@ class Sample(NamedTuple):
 
     @staticmethod
     def take(value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
-        """Return a sample of a value, given a detached tensor that lies on it; see [Note: samples].
-
-        It is called below dispatch modes, which count what is made.
-        """
+        """Return a sample of a value, given a tensor that lies on it; see [Note: samples]."""
         view = value.view
         if view is None or saved.dtype is not view.dtype or is_freed(saved):
             return None
@@ -313,13 +306,7 @@ class _Reading(NamedTuple):
 
 
 class Alarm:
-    """Compares samples on the device, and raises an error when one was different.
-
-    Parameters
-    ----------
-    backend : Backend
-        Of the model.
-    """
+    """Compares samples on the device, and raises an error when one was different."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
