@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,13 +66,6 @@ class _Kind:
     different: int = 0
 
 
-class _Group(NamedTuple):
-    """What is known of the calls of one group."""
-
-    name: str  # for errors
-    kinds: list[_Kind]  # of the latest calls, the last one first
-
-
 class RunningCall(NamedTuple):
     """A call that runs, and the kind of which it is."""
 
@@ -88,7 +81,7 @@ class Replays:
 
     def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: Callable[[], int]) -> None:
         self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
-        self._groups: dict[int, _Group] = {}
+        self._kinds: defaultdict[int, list[_Kind]] = defaultdict(list)  # by group: of its calls, the latest one first
         self._alone: dict[int, bool] = {}
         self._refused: dict[str, str] = {}  # by the name of a module: why its calls are not replayed
         self._passes = 0
@@ -97,13 +90,7 @@ class Replays:
         self.proven_bytes = 0  # that were compared in all bits
 
     def forward_begins(self) -> None:
-        """Note that a forward of the model begins.
-
-        Raises
-        ------
-        RuntimeError
-            If values of an earlier backward were not the same when they were made again.
-        """
+        """Note that a forward of the model begins; raise a `RuntimeError` if an earlier backward made other values."""
         self._passes += 1
         self.alarm.look()
 
@@ -128,10 +115,7 @@ class Replays:
         if obstacle:
             self._refused[followed.name] = obstacle
             return None
-        known = self._groups.get(group)
-        if known is None:
-            known = self._groups[group] = _Group(f"'{group_name(followed.name)}' ({type(module).__name__})", [])
-        kinds = known.kinds
+        kinds = self._kinds[group]
         attributes = next((each.attributes for each in kinds if each.attributes.holds), None) or Attributes(module)
         compiled = followed.compiled or attributes.is_compiled
         arguments, tensors = (None, []) if compiled else describe(args, kwargs)
@@ -164,7 +148,8 @@ class Replays:
         timer = None
         if operators is not None and group not in operators.groups and not capturing:
             timer = partial(operators.measure, group)
-        common = attributes.modules, tensors, packer, self.alarm, known.name
+        name = f"'{group_name(followed.name)}' ({type(module).__name__})"
+        common = attributes.modules, tensors, packer, self.alarm, name
         if program is not None and timer is None:
             following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
             return RunningCall(following, kind)

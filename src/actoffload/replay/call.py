@@ -65,12 +65,6 @@ class Call:
         """What is dropped, and how it is made again; found at the end of a call that is traced."""
         return self._remake.program
 
-    def _empty(self, slot: Slot) -> None:
-        """Drop the tensor of a slot, which is made again with its part."""
-        segment = self.program.trace.entries[slot.number].segment
-        self._remake.slots.setdefault(segment, []).append(weakref.ref(slot))
-        slot.tensor = None
-
     def _end(self) -> None:
         self._remake.whole = self.program.policy.holds
         self._packer.end()
@@ -100,6 +94,7 @@ class FollowingCall(Call):
         self._compares_all = compares_all
         self._expected: Sequence[ExpectedTensor | None] = program.expected  # none once something differs
         self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
+        self._drops_at = program.drops_at
         self._remake.program = program
         self._remake.beginning = RngPosition.read() if program.trace.drawn else None
         self._remake.find_weights()
@@ -139,13 +134,12 @@ class FollowingCall(Call):
                         slot.saved, slot.tensor = saved, None
                         saved = slot
         self._slots.append(slot)
-        drops = self.program.drops_at.get(number)
-        if drops is not None:
+        if number in self._drops_at:
             if not self._drew_as_traced(self.program.trace.entries[number].drawn):
                 self._expected, self.agrees = (), False
                 return saved
             self._remake.note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
-            self._drop(drops)
+            self._drop(self._drops_at[number])
         return saved
 
     opaque(pack)
@@ -176,7 +170,7 @@ class FollowingCall(Call):
 
     def _drop(self, numbers: Iterable[int]) -> None:
         """Empty the slots of some entries, and leave samples of what they hold."""
-        program, whole = self.program, self._compares_all
+        program, whole, slots = self.program, self._compares_all, self._remake.slots
         sampled = program.firsts if whole else program.samples
         with below_everything:  # dispatch modes count what is made
             for number in numbers:
@@ -188,7 +182,8 @@ class FollowingCall(Call):
                     sample = Sample.take(program.trace.values[value], slot.tensor, whole=whole)
                     if sample is not None:
                         self._remake.samples[value] = sample
-                self._empty(slot)
+                slots.setdefault(program.trace.entries[number].segment, []).append(weakref.ref(slot))
+                slot.tensor = None
 
 
 class TracedCall(Call):
@@ -241,7 +236,7 @@ class TracedCall(Call):
             self._timer(whole, partial(self._source, whole), beginning)
         for slot in slots:
             if slot.saved is None:
-                self._empty(slot)
+                self._remake.slots.setdefault(trace.entries[slot.number].segment, []).append(weakref.ref(slot))
             slot.tensor = None
         self._end()
 

@@ -336,13 +336,7 @@ class Alarm:
         torch.ne(found, sample.bits, out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:
-        """Raise an error if a comparison has failed whose result is there.
-
-        Raises
-        ------
-        RuntimeError
-            If values that were computed again in a backward differed from those of the forward.
-        """
+        """Raise a `RuntimeError` if a comparison has failed whose result is there."""
         rise()  # replay that an interrupt stopped
         if self.backend.capturing():
             return
