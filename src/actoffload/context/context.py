@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..engine.hooks import unpack
 from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.statistics import Statistics, TimelineRecorder
-from ..report.build import PassLog, Recording, build
+from ..report.build import PassLog, build
 from ..report.report import Report
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Do, Plan
@@ -49,7 +49,7 @@ class OffloadContext(ContextDecorator):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cursor = _Cursor()
-        self._log = PassLog()
+        self._log = PassLog(_label)
         self._short: set[int] = set()  # numbers of layers of passes that had fewer than the plan
         self._warned = False
 
@@ -204,9 +204,8 @@ class OffloadContext(ContextDecorator):
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:
         """Record a ``with`` block, usually one step; ``timeline()`` of what it yields then returns a `Timeline`."""
-        recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        with self._log.record(self._engine, Recording(recorder, _names)):
-            yield recorder
+        with self._log.record(self._engine) as recording:
+            yield recording.recorder
 
     def report(self) -> Report:
         """Return what the latest pass with a backward did, layer by layer, with advice.
@@ -220,8 +219,6 @@ class OffloadContext(ContextDecorator):
                 "There is nothing to report yet: no backward has begun in this context. Run a training step first."
             )
         return build(
-            _names(latest.sequence),
-            ["layer"] * len(latest.groups),
             latest,
             self.statistics(),
             self._log.recording,
@@ -241,8 +238,8 @@ class OffloadContext(ContextDecorator):
         self._engine.close()
 
 
-def _names(layers: Sequence[GroupKey]) -> tuple[str, ...]:
-    return tuple(f"layer {layer.group}" for layer in layers)
+def _label(key: GroupKey) -> tuple[str, str]:
+    return f"layer {key.group}", "layer"
 
 
 def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:

@@ -34,8 +34,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import update_wrapper
+from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +100,10 @@ class ModelState:
     modules: Sequence[FollowedModule]  # the model itself first
     plans: GroupPlans  # of the schedule, and the order in which the groups ran
     engine: Engine
-    log: PassLog = field(default_factory=PassLog)
 
     def __post_init__(self) -> None:
         self.groups = [followed for followed in self.modules if followed.group >= 0]
+        self.log = PassLog(partial(_label, self.groups, self.plans))  # not a method: a cycle is freed late
 
     @property
     def root(self) -> FollowedModule:
@@ -112,12 +112,12 @@ class ModelState:
 
     def names(self, sequence: Iterable[GroupKey] | None = None) -> tuple[str, ...]:
         """Return the names of the groups of a sequence, by default in their expected execution order."""
-        return group_names(self.groups, self.plans.order if sequence is None else sequence)
+        return tuple(self.log.label(key)[0] for key in (self.plans.order if sequence is None else sequence))
 
 
-def group_names(groups: Sequence[FollowedModule], sequence: Iterable[GroupKey]) -> tuple[str, ...]:
-    """Return the names of the groups of a sequence."""
-    return tuple(group_name(groups[group].name, part) for group, part in sequence)
+def _label(groups: Sequence[FollowedModule], plans: GroupPlans, key: GroupKey) -> tuple[str, str]:
+    """Return the name and the kind of a group."""
+    return group_name(groups[key.group].name, key.part), plans.kinds([key])[0]
 
 
 # Calls

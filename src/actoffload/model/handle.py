@@ -15,8 +15,8 @@ from .. import device as devices
 from .._arguments import check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..engine.statistics import Statistics, TimelineRecorder
-from ..report.build import Recording, build
+from ..engine.statistics import Statistics
+from ..report.build import build
 from ..report.plots import Frontier, StepTimeline
 from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupPlans
@@ -29,7 +29,6 @@ from .follow import (
     ModelState,
     follow,
     group_name,
-    group_names,
     handle_of,
     split_group_name,
     unfollow,
@@ -201,10 +200,7 @@ class OffloadHandle:
         self._check_installed("record a step")
         if self._log.records:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
-        recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        named = partial(_named_modules, self._state.root.ref)
-        recording = Recording(recorder, partial(group_names, self._state.groups), self.groups, named)
-        with self._log.record(self._engine, recording):
+        with self._log.record(self._engine, partial(_named_modules, self._state.root.ref)) as recording:
             yield
         if not recording.passes:
             warn(
@@ -292,16 +288,13 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        state, plan, names = self._state, self.plan, self._state.names(latest.sequence)
-        called = {key.group for key in latest.sequence}
-        absent = [group for group in state.groups if group.group not in called]
+        plan = self.plan
+        every = [GroupReport(group_name(group.name), group.kind, calls=0) for group in self._state.groups]
         return build(
-            names,
-            state.plans.kinds(latest.sequence),
-            add_planned_bytes(latest, plan, names),
+            add_planned_bytes(latest, plan),
             self.statistics(),
             self._log.recording,
-            [GroupReport(group_name(group.name), group.kind, calls=0) for group in absent],
+            [group for group in every if group.name not in latest.names],
             because=plan.because,
             proven_bytes=replays.proven_bytes,
             samples=replays.alarm.samples,

@@ -15,7 +15,7 @@ from .._torch.tensors import address
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..report.build import PassStatistics, count_pass, on_device
+from ..report.build import PassStatistics, on_device
 from ..report.report import GroupReport
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Plan
@@ -43,21 +43,23 @@ def describe(state: ModelState, plan: Plan, condition: str) -> str:
     return "\n".join(lines)
 
 
-def add_planned_bytes(latest: PassStatistics, plan: Plan, names: Sequence[str]) -> PassStatistics:
+def add_planned_bytes(latest: PassStatistics, plan: Plan) -> PassStatistics:
     """Return statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
     less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
     saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
-    for name, (layer, row) in zip(names, latest.groups, strict=True):
+    for layer, row in latest.groups:
         unseen = latest.partly and not row.offloaded and not row.recomputed
-        nbytes = max(row.bytes_saved, saved.get(name, 0) * unseen)
-        again = less.get(name, 0) * row.recomputed
+        nbytes = max(row.bytes_saved, saved.get(row.name, 0) * unseen)
+        again = less.get(row.name, 0) * row.recomputed
         groups.append((layer, replace(row, bytes_saved=nbytes, bytes_recomputed=again)))
     return replace(latest, groups=tuple(groups))
 
 
-def coverage_warning(state: ModelState, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> str | None:
-    """Return a warning if the groups cover less than half of what a forward saved, else None."""
-    latest = count_pass(done, sequence)
+def coverage_warning(state: ModelState) -> str | None:
+    """Return a warning if the groups cover less than half of what the latest forward saved, else None."""
+    latest = state.log.latest
+    if latest is None:
+        return None
     outside = dict(latest.outside or {})
     outside.pop(Reason.KEPT, None)
     covered = sum(row.activation_bytes + layer.remade_bytes for layer, row in latest.groups)
@@ -67,8 +69,7 @@ def coverage_warning(state: ModelState, done: ModelPass[GroupKey], sequence: Seq
     rest = (
         f"The groups of this {state.root.name} cover {covered / saved:.0%} of what its forward saves. The rest is kept"
     )
-    called = {key.group for key in sequence}
-    skipped = [group.name for group in state.groups if group.group not in called]
+    skipped = [group.name for group in state.groups if group_name(group.name) not in latest.names]
     if skipped:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
         return f"{rest}: '{skipped[0]}'{more} were not called. If the model uses them by a method, call `block(x)`."

@@ -351,7 +351,7 @@ class Tracker:
             self._learn(current)
             if finished and self._checks_coverage and not current.aborted:
                 self._checks_coverage = False
-                message = coverage_warning(self._state, current, current.order.started)
+                message = coverage_warning(self._state)
                 if message is not None:
                     warn(message)
             thread.current = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from .._text import name_pattern
+from .._text import fold, name_pattern
 from .._torch.tensors import address
 from ..engine.eligibility import StorageRef
 from ..engine.engine import Engine
@@ -25,15 +25,13 @@ from .holders import HeldStorage, Holder, find_all_holders
 from .plots import StepTimeline
 from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 
-NOTHING: dict[str, Any] = {"offloaded": False, "bytes_offloaded": 0, "bytes_wasted": 0}
-
 # What a pass did
 
 
 class UnfreedMemory(NamedTuple):
     """Memory that was offloaded but not freed, because something else references it."""
 
-    place: int  # position of its group in the sequence of groups
+    place: int  # position of its group among the groups of the pass
     nbytes: int
     storage: StorageRef  # keeps the address from being given to another storage
     address: int
@@ -47,69 +45,70 @@ class PassStatistics:
     groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
     expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
     freed_bytes: int  # of offloaded groups, in the forward
+    later_bytes: int  # that the plan frees in backward
     held: tuple[UnfreedMemory, ...]
-    later_bytes: int = 0  # that the plan frees in backward
-    waiting: int = 0  # earlier passes whose backward is still to come
+    waiting: int  # earlier passes whose backward is still to come
     # Of models only
-    sequence: tuple[GroupKey, ...] = ()
     outside: Amounts | None = None  # kept outside of the groups
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
     partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
 
-    @staticmethod
-    def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
-        """Return the statistics of a pass whose forward has just ended; `inputs` are addresses of the model's inputs.
-
-        The caller has the lock of the pass.
-        """
-        stay, expected, freed, later = done.roles.stay, 0, 0, 0
-        if not done.roles.planned:  # the program calls for each transfer
-            stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
-        groups, held = list[tuple[Layer, GroupReport]](), list[UnfreedMemory]()
-        residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
-        for layer in done.layers:
-            offloaded, numbers = layer.index not in stay, Counter[str]()
-            kept: list[Amounts] = [{reason: (count, size) for reason, (count, size) in layer.kept.items()}]
-            for storage in layer.living():
-                if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
-                    continue
-                shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
-                copied = storage.bytes_copied
-                numbers.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=copied)
-                numbers["bytes_wasted"] += copied if shared else 0
-                if offloaded:
-                    in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
-                    expected += 0 if shared or in_backward else storage.nbytes
-                    later += storage.nbytes if in_backward and not shared else 0
-                    freed += storage.nbytes if storage.residency is Residency.HOST else 0
-                if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
-                    kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
-                memory = done.registry.held_elsewhere(storage)
-                if memory is not None:
-                    at = address(memory)
-                    held.append(UnfreedMemory(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
-            for resident in filter(None, (ref() for ref in layer.residents)):
-                if resident not in residents:  # [guard: kept storage that several groups saved -> True]
-                    residents.add(resident)
-                    numbers.update(storages=1, bytes_saved=resident.nbytes)
-                    expected += resident.nbytes if offloaded else 0
-            more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
-            row = GroupReport("", offloaded=offloaded, recomputed=layer.recomputed is not None, **more)
-            groups.append((layer, row))
-        return PassStatistics(tuple(groups), expected, freed, tuple(held), later)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups; those of a group that was called several times are equal."""
+        return tuple(row.name for _, row in self.groups)
 
 
-def count_pass(done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> PassStatistics:
-    """Return what a pass of a model did whose forward has just ended."""
-    with done.lock:
-        refs = ((ref(), module) for ref, module in done.saved_outside)
-        return replace(
-            PassStatistics.of(done, done.inputs),
-            sequence=tuple(sequence),
-            outside={reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()},
-            saved_outside=tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers),
-            partly=done.partly,
-        )
+def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> PassStatistics:
+    """Return the statistics of a pass whose forward has just ended; `labels` are the names and kinds of its groups.
+
+    The caller has the lock of the pass.
+    """
+    stay, expected, freed, later = done.roles.stay, 0, 0, 0
+    if not done.roles.planned:  # the program calls for each transfer
+        stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
+    groups, held = list[tuple[Layer, GroupReport]](), list[UnfreedMemory]()
+    inputs = done.inputs if isinstance(done, ModelPass) else ()
+    residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
+    for layer, (name, kind) in zip(done.layers, labels, strict=True):
+        offloaded, numbers = layer.index not in stay, Counter[str]()
+        kept: list[Amounts] = [_amounts(layer.kept)]
+        for storage in layer.living():
+            if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
+                continue
+            shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
+            copied = storage.bytes_copied
+            numbers.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=copied)
+            numbers["bytes_wasted"] += copied if shared else 0
+            if offloaded:
+                in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
+                expected += 0 if shared or in_backward else storage.nbytes
+                later += storage.nbytes if in_backward and not shared else 0
+                freed += storage.nbytes if storage.residency is Residency.HOST else 0
+            if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
+                kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
+            memory = done.registry.held_elsewhere(storage)
+            if memory is not None:
+                at = address(memory)
+                held.append(UnfreedMemory(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
+        for resident in filter(None, (ref() for ref in layer.residents)):
+            if resident not in residents:  # [guard: kept storage that several groups saved -> True]
+                residents.add(resident)
+                numbers.update(storages=1, bytes_saved=resident.nbytes)
+                expected += resident.nbytes if offloaded else 0
+        more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
+        recomputed = layer.recomputed is not None
+        groups.append((layer, GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more)))
+    found = PassStatistics(tuple(groups), expected, freed, later, tuple(held), waiting)
+    if not isinstance(done, ModelPass):
+        return found
+    refs = ((ref(), module) for ref, module in done.saved_outside)
+    saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
+    return replace(found, outside=_amounts(done.kept_outside), saved_outside=saved_outside, partly=done.partly)
+
+
+def _amounts(counts: Mapping[Reason, Sequence[int]]) -> Amounts:
+    return {reason: (count, nbytes) for reason, (count, nbytes) in counts.items()}
 
 
 def on_device(layer: Layer) -> int:
@@ -124,12 +123,13 @@ def on_device(layer: Layer) -> int:
 
 @dataclass(eq=False)
 class PassLog:
-    """The latest pass and the recorded step; passes in flight, in the order of their forwards, by weak references."""
+    """The latest pass and the recorded step; `label` returns the name and the kind of a group."""
 
+    label: Callable[[GroupKey], tuple[str, str]]
     latest: PassStatistics | None = None
     full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
     recording: Recording | None = None
-    _passes: list[weakref.ref[Pass]] = field(default_factory=list)
+    _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
     _largest: dict[Hashable, int] = field(default_factory=dict)  # bytes, by what was followed and how much replayed
     _begun: int = 0  # passes of a context
     _counted: int = 0  # number of the latest whose backward has begun
@@ -141,14 +141,13 @@ class PassLog:
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
         """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
-        full = () if self.full is None else zip(self.full.sequence, self.full.groups, strict=True)
-        saved = {key: row.bytes_saved for key, (_, row) in full}
-        return tuple(saved.get(key, 0) for key in order)
+        saved = {} if self.full is None else {row.name: row.bytes_saved for _, row in self.full.groups}
+        return tuple(saved.get(self.label(key)[0], 0) for key in order)
 
-    def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def forward_done(self, done: Pass, sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass of a model whose forward has ended."""
         self._add(done)
-        self.take(replace(count_pass(done, sequence), waiting=self._waiting(done)))
+        self._take(self._count(done, sequence))
 
     def forward_begins(self, current: Pass) -> None:
         """Take the statistics of a pass of a context when its backward begins, which ends its forward."""
@@ -156,50 +155,39 @@ class PassLog:
         self._begun = number = self._begun + 1
 
         def forward_ended(done: Pass) -> None:
-            sequence = tuple(GroupKey(layer.index) for layer in done.layers)
             newest = number >= self._counted  # the first of several passes in one backward begins it last
             self._counted = max(number, self._counted)
-            self.take(replace(PassStatistics.of(done), sequence=sequence, waiting=self._waiting(done)), newest=newest)
+            self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]), newest=newest)
 
         current.forward_ended = forward_ended
 
     def nothing_offloaded(self, *, replayed: bool = False) -> None:
         """Note that passes from here on are not followed: every group is kept, or `replayed` as in the latest."""
         if self.latest is not None:
-            groups = [
-                (layer, replace(row, **NOTHING) if replayed and row.recomputed else GroupReport("", calls=row.calls))
-                for layer, row in self.latest.groups
-            ]
-            latest = replace(self.latest, expected_bytes=0, freed_bytes=0, later_bytes=0, held=(), waiting=0)
-            self.take(replace(latest, groups=tuple(groups), partly=True))
+            groups = []
+            for layer, row in self.latest.groups:
+                kept = GroupReport(row.name, row.kind)
+                if replayed and row.recomputed:
+                    kept = replace(row, offloaded=False, bytes_offloaded=0, bytes_wasted=0)
+                groups.append((layer, kept))
+            self._take(PassStatistics(tuple(groups), 0, 0, 0, (), 0, partly=True))
             self.full = self.latest
-
-    def take(self, latest: PassStatistics, *, newest: bool = True) -> None:
-        """Take the statistics of a pass."""
-        is_full = self._is_full(latest)
-        if not newest:
-            if self.recording is not None and self.records:
-                self.recording.passes += 1
-            return
-        if latest.partly and self.latest is not None:
-            latest = replace(latest, outside=self.latest.outside)
-        self.latest = latest
-        if is_full:
-            self.full = latest
-        if self.recording is not None and self.records:
-            self.recording.note(latest)
 
     def reset(self) -> None:
         """Compare the passes from here on with each other, and not with earlier ones."""
         self._largest = {}
 
     @contextmanager
-    def record(self, engine: Engine, recording: Recording) -> Iterator[None]:
-        """Record a ``with`` block; the recording before stays if no pass ends in it."""
+    def record(self, engine: Engine, modules: Callable[[], Mapping[Module, str]] = dict) -> Iterator[Recording]:
+        """Record a ``with`` block; the recording before stays if no pass ends in it.
+
+        `modules` returns the modules of a model with their names.
+        """
+        recording = Recording(TimelineRecorder(engine.backend, engine.counters), modules)
         before, self.recording = self.recording, recording
         engine.record(recording.recorder)
         try:
-            yield
+            yield recording
             recording.recorder.level()
         finally:
             engine.record(None)
@@ -207,21 +195,33 @@ class PassLog:
             if not recording.passes:
                 self.recording = before
 
-    def _is_full(self, statistics: PassStatistics) -> bool:
-        """Return whether a pass saved at least half as much as the largest one, and note what it saved."""
-        kind = statistics.partly, sum(row.recomputed for _, row in statistics.groups)
-        saved = sum(row.bytes_saved for _, row in statistics.groups)
-        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
-        return 2 * saved >= largest
-
     def _add(self, done: Pass) -> None:
         self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
 
-    def _waiting(self, done: Pass) -> int:
-        """Return how many passes before one have a graph to which backward has not come."""
+    def _count(self, done: Pass, sequence: Sequence[GroupKey]) -> PassStatistics:
         passes = [each for ref in self._passes if (each := ref()) is not None]
         earlier = passes[: passes.index(done)] if done in passes else []
-        return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+        waiting = sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+        with done.lock:
+            return count_pass(done, [self.label(key) for key in sequence], waiting)
+
+    def _take(self, latest: PassStatistics, *, newest: bool = True) -> None:
+        """Take the statistics of a pass; of a pass that is not the `newest` only how much it saved."""
+        kind = latest.partly, sum(row.recomputed for _, row in latest.groups)
+        saved = sum(row.bytes_saved for _, row in latest.groups)
+        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
+        recording = self.recording if self.records else None
+        if not newest:
+            if recording is not None:
+                recording.passes += 1
+            return
+        if latest.partly and self.latest is not None:
+            latest = replace(latest, outside=self.latest.outside)
+        self.latest = latest
+        if 2 * saved >= largest:
+            self.full = latest
+        if recording is not None:
+            recording.note(latest)
 
 
 @dataclass(eq=False)
@@ -229,11 +229,10 @@ class Recording:
     """A step that is, or was, recorded."""
 
     recorder: TimelineRecorder
-    names_of: Callable[[Sequence[GroupKey]], tuple[str, ...]]
-    names: tuple[str, ...] = ()  # of the groups as they run
-    modules: Callable[[], Mapping[Module, str]] = dict  # the modules of a model with their names
+    modules: Callable[[], Mapping[Module, str]]  # of a model, with their names
     open: bool = True
     passes: int = 0
+    names: tuple[str, ...] = ()  # of the groups as they run
     outside: dict[str, int] = field(default_factory=dict)
     held: tuple[UnfreedMemory, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
@@ -245,7 +244,7 @@ class Recording:
     def note(self, latest: PassStatistics) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
-        self.names = self.names_of(latest.sequence)
+        self.names = latest.names
         modules, outside = self.modules(), Counter[str]()
         for nbytes, saver in latest.saved_outside:
             if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name
@@ -265,8 +264,6 @@ CALLERS = {"input", "local variable"}  # the kinds of holders of an input that t
 
 
 def build(
-    names: tuple[str, ...],
-    kinds: Sequence[str],
     latest: PassStatistics,
     statistics: Statistics,
     recording: Recording | None,
@@ -275,12 +272,11 @@ def build(
 ) -> Report:
     """Return the report of a pass, with advice, and with the times and holders of a recorded step of the same groups.
 
-    `names` and `kinds` are those of the groups of the pass.  Groups with the same name are calls of one group, and
-    added up.  Groups in `absent` did not run; `more` are further fields of `Report`.
+    Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `more` are further
+    fields of `Report`.
     """
-    seconds: Sequence[dict[str, Any]] = [{} for _ in names]
-    searched = recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]
-    if recording is not None and recording.names == names:
+    seconds: Sequence[dict[str, Any]] = [{} for _ in latest.groups]
+    if recording is not None and recording.names == latest.names:
         more["outside_modules"] = dict(recording.outside)
         if not recording.open:
             step = recording.timeline()
@@ -289,29 +285,27 @@ def build(
             ends = step.timeline.end, *(at for at, _ in step.timeline.resident[-1:]), 0.0
             more |= {"step_seconds": max(ends), "step_passes": recording.passes}
             more["times"] = more.get("times", True) and step.timeline.source != "reference device"
-    not_freed, rows = Counter[int](), dict[str, list[GroupReport]]()
+    not_freed, rows = Counter[int](), list[GroupReport]()
     for entry in latest.held:
         not_freed[entry.place] += entry.nbytes
     for k, (layer, saved) in enumerate(latest.groups):
         row = replace(
             saved,
-            name=names[k],
-            kind=kinds[k],
             reloaded_ahead=layer.ahead,
             reloaded_on_demand=layer.on_demand,
             bytes_reloaded=layer.bytes_reloaded,
             bytes_not_freed=not_freed[k],
             **{f"{name}_seconds": value for name, value in seconds[k].items()},
         )
-        rows.setdefault(row.name, []).append(row)
-    groups = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
+        rows.append(row)
+    groups = [sum_groups(calls, calls[0].name) for calls in fold(rows, lambda row: row.name)]
     report = Report(
         groups=(*groups, *absent),
         passes=statistics.passes,
         peak_resident_bytes=None if latest.partly else statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
-        held=_held(latest, names, recording.holders if recording is not None and searched else None),
+        held=tuple(_held(latest, recording)),
         expected_bytes=latest.expected_bytes,
         dropped_bytes=latest.freed_bytes - not_freed.total(),
         later_bytes=latest.later_bytes,
@@ -322,14 +316,11 @@ def build(
     return replace(report, advice=advise(report))
 
 
-def _held(
-    latest: PassStatistics, names: Sequence[str], holders: Sequence[tuple[Holder, ...]] | None
-) -> tuple[HeldStorage, ...]:
-    """Return what else references memory; without a search only the inputs of the model, which the caller holds."""
-    found = []
+def _held(latest: PassStatistics, recording: Recording | None) -> Iterator[HeldStorage]:
+    """Yield what else references memory; without a search only the inputs of the model, which the caller holds."""
+    searched = recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]
     for k, held in enumerate(latest.held):
-        known = holders[k] if holders else ()
+        known = recording.holders[k] if recording is not None and searched else ()
         is_input = held.is_input and {holder.kind for holder in known} <= CALLERS
-        if holders is not None or is_input:
-            found.append(HeldStorage(names[held.place], held.nbytes, known or (INPUT,) * is_input, is_input))
-    return tuple(found)
+        if searched or is_input:
+            yield HeldStorage(latest.names[held.place], held.nbytes, known or (INPUT,) * is_input, is_input)
