@@ -161,18 +161,6 @@ class PassLog:
 
         current.forward_ended = forward_ended
 
-    def nothing_offloaded(self, *, replayed: bool = False) -> None:
-        """Note that passes from here on are not followed: every group is kept, or `replayed` as in the latest."""
-        if self.latest is not None:
-            groups = []
-            for layer, row in self.latest.groups:
-                kept = GroupReport(row.name, row.kind)
-                if replayed and row.recomputed:
-                    kept = replace(row, offloaded=False, bytes_offloaded=0, bytes_wasted=0)
-                groups.append((layer, kept))
-            self._take(PassStatistics(tuple(groups), 0, 0, 0, (), 0, partly=True))
-            self.full = self.latest
-
     def reset(self) -> None:
         """Compare the passes from here on with each other, and not with earlier ones."""
         self._largest = {}

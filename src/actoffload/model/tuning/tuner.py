@@ -323,8 +323,6 @@ class Tuner:
         self._settled, self._larger = self._number, 0
         if not plan.offloaded:
             self._engine.trim()
-            if not plan.recomputed:
-                self._log.nothing_offloaded(replayed=bool(self._always))
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if chosen.budget is not None and peak is not None and peak > chosen.budget:
             warn(
@@ -358,11 +356,9 @@ class Tuner:
         fits = chosen.fits(elements, self._engine.backend.in_use() or 0)
         self._larger = 0 if fits else self._larger + 1
         if fits:
-            settings = self._planned(chosen)
-            if settings.mode is Mode.SCOPED and self._number == self._settled + 1:
-                # The pass before may have tried another plan, and the report is about the latest one with all groups.
-                settings = replace(settings, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
-            return settings
+            # The pass before may have tried another plan, and the report is about the latest one with all groups.
+            first = self._number == self._settled + 1  # [guard: report of the plan that is kept -> False]
+            return self._planned(chosen, whole=first)
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         policies = self._policies if self._ranks.exchange.alone else self._roles_of(chosen).recompute
         return self._leanest(policies)
