@@ -15,7 +15,7 @@ from torch import nn
 from ._text import milliseconds, size
 from .device import ReferenceDevice, use
 from .machine import measure_machine
-from .measure import MemoryMeter, measure_step_times
+from .measure import MemoryMeter, describe_device, measure_step_times
 from .model import offload
 
 PART = 0.6  # of the peak of plain training, to which the device is limited
@@ -45,8 +45,6 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     place = accelerator or torch.device("cpu")
     blocks, width, tokens, dtype = (12, 2048, 8192, torch.bfloat16) if accelerator else (6, 64, 1024, torch.float32)
-    module: Any = getattr(torch, place.type)
-    name = module.get_device_name() if accelerator is not None and hasattr(module, "get_device_name") else place.type
 
     def make() -> tuple[nn.Module, Callable[[], None]]:
         torch.manual_seed(0)
@@ -65,13 +63,12 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
     with MemoryMeter() as meter:
         model, step = make()
         step()
-        want = gradients()
-    peak = meter.peak_bytes - (0 if accelerator else sum(each.nbytes for each in want))
-    write(f"{blocks} gated blocks of {width} features, {tokens} tokens, on {name}.\n")
+    want = gradients()
+    write(f"{blocks} gated blocks of {width} features, {tokens} tokens, on {describe_device().name}.\n")
     (seconds,) = measure_step_times({"step": step}, repeats=1, steps=TIMED, warmup=0)["step"]
-    write(f"Plain training: {size(peak)}, {milliseconds(seconds, 0)} a step.\n")
+    write(f"Plain training: {size(meter.peak_bytes)}, {milliseconds(seconds, 0)} a step.\n")
     del model, step
-    limit = int(PART * peak)
+    limit = int(PART * meter.peak_bytes)
     with _limited(accelerator, limit):
         model, step = make()
         write(f"The device is limited to {size(limit)}. Plain training:\n")
