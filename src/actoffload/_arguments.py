@@ -60,18 +60,11 @@ def check_limit(**arguments: Any) -> None:
     check_fits("a number of bytes, or None for no limit", lambda value: value >= -math.inf, **given)
 
 
-def check_bool(**arguments: object) -> None:
-    """Raise a `TypeError` for the first argument that is not True or False."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; expected True or False.")
-
-
-def check_kind(kind: type, **arguments: object) -> None:
-    """Raise a `TypeError` for the first argument that is of another class."""
+def check_kind(kind: type, expected: str = "", **arguments: object) -> None:
+    """Raise a `TypeError` for the first argument that is of another class; by default, that is `expected`."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r}; expected a {kind.__name__}.")
+            raise TypeError(f"{name} is {value!r}; expected {expected or f'a {kind.__name__}'}.")
 
 
 def check_kinds(kind: type, *, optional: bool = False, **arguments: Any) -> None:

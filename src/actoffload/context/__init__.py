@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from .. import device as devices
-from .._arguments import check_bool, check_whole, number_of_bytes
+from .._arguments import check_kind, check_whole, number_of_bytes
 from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
@@ -169,7 +169,9 @@ def get_cpu_offload_context(
     >>> context.statistics().bytes_offloaded
     2097152
     """
-    check_bool(
+    check_kind(
+        bool,
+        "True or False",
         enabled=enabled,
         offload_activations=offload_activations,
         offload_weights=offload_weights,
