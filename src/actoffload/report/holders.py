@@ -120,11 +120,7 @@ def find_all_holders(
     What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  Without any,
     inputs and outputs of modules that are being called.  Objects of this package are no holders.
     """
-    search = _Search(addresses, modules or {})
-    try:
-        return search.run()
-    finally:
-        vars(search).clear()  # the search refers to objects of the program
+    return _Search(addresses, modules or {}).run()
 
 
 class _Search:
@@ -155,12 +151,12 @@ class _Search:
             level = sorted(self.roots, key=lambda root: root[0][0])
             while level:
                 level = [below for name, path, value in level for below in self._visit(name, path, value)]
-        return {address: self._best(holders) for address, holders in self.found.items()}
-
-    def _best(self, holders: dict[Holder, int]) -> tuple[Holder, ...]:
-        ordered = sorted(holders, key=lambda holder: (holders[holder], str(holder)))
-        named = [holder for holder in ordered if holders[holder] < CALL]
-        return tuple(named or ordered)[:MOST_HOLDERS]
+        best = {}
+        for address, holders in self.found.items():
+            ordered = sorted(holders, key=lambda holder: (holders[holder], str(holder)))
+            named = [holder for holder in ordered if holders[holder] < CALL]
+            best[address] = tuple(named or ordered)[:MOST_HOLDERS]
+        return best
 
     def _add_globals(self, name: str, variables: Mapping[str, object]) -> None:
         self.visited.add(id(variables))
@@ -287,12 +283,10 @@ def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
 
 def _module(value: object) -> str:
     """Return the name of the module that defines an object's class, or the object if it is a function or class."""
-    definition = value if type(value) is types.FunctionType or issubclass(type(value), type) else type(value)
-    try:
-        name = definition.__module__
-    except Exception:  # a metaclass may do anything
-        return ""
-    return name if isinstance(name, str) else ""
+    if type(value) is types.FunctionType:
+        return str(value.__module__)
+    kind = value if issubclass(type(value), type) else type(value)
+    return str(type.__dict__["__module__"].__get__(kind))  # whatever its metaclass says
 
 
 def _is_part_of(packages: Iterable[str], name: object) -> bool:
