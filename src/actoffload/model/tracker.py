@@ -315,11 +315,10 @@ class Tracker:
         `certain`: only if a backward of this model runs in this thread.
         """
         thread, done, inside = self._thread, self._latest(), pass_in_backward(self._engine)
-        mine = isinstance(inside, ModelPass) and done is not None and inside.model == done.model
-        if isinstance(inside, ModelPass) and mine:
-            done = inside
+        if isinstance(inside, ModelPass) and done is not None and inside.model == done.model:
+            done, certain = inside, False
         calls = [call.followed for call in thread.calls]
-        if not self._stopped and (mine or calls or (done is not None and not certain)):
+        if not self._stopped and (calls or (done is not None and not certain)):
             done = None if thread.idle else thread.current or done
             explain(error, self._state, done, calls, self.steering)
 
