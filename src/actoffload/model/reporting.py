@@ -47,12 +47,12 @@ def add_planned_bytes(latest: PassStatistics, plan: Plan) -> PassStatistics:
     """Return statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
     less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
     saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
-    for layer, row in latest.groups:
+    for row in latest.report.groups:
         unseen = latest.partly and not row.offloaded and not row.recomputed
         nbytes = max(row.bytes_saved, saved.get(row.name, 0) * unseen)
         again = less.get(row.name, 0) * row.recomputed
-        groups.append((layer, replace(row, bytes_saved=nbytes, bytes_recomputed=again)))
-    return replace(latest, groups=tuple(groups))
+        groups.append(replace(row, bytes_saved=nbytes, bytes_recomputed=again))
+    return latest._replace(report=replace(latest.report, groups=tuple(groups)))
 
 
 def coverage_warning(state: ModelState) -> str | None:
@@ -60,9 +60,9 @@ def coverage_warning(state: ModelState) -> str | None:
     latest = state.log.latest
     if latest is None:
         return None
-    outside = dict(latest.outside or {})
+    outside = dict(latest.report.outside or {})
     outside.pop(Reason.KEPT, None)
-    covered = sum(row.activation_bytes + layer.remade_bytes for layer, row in latest.groups)
+    covered = latest.report.totals.activation_bytes + sum(layer.remade_bytes for layer in latest.layers)
     saved = covered + GroupReport("outside", kept=outside).activation_bytes
     if 2 * covered >= saved:
         return None

@@ -28,35 +28,20 @@ from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 # What a pass did
 
 
-class UnfreedMemory(NamedTuple):
-    """Memory that was offloaded but not freed, because something else references it."""
+class PassStatistics(NamedTuple):
+    """A pass whose forward has ended."""
 
-    place: int  # position of its group among the groups of the pass
-    nbytes: int
-    storage: StorageRef  # keeps the address from being given to another storage
-    address: int
-    is_input: bool  # an input of the model, which the caller may hold
-
-
-@dataclass(frozen=True)
-class PassStatistics:
-    """A pass whose forward has ended: all groups, in the order in which they ran, and what was saved between them."""
-
-    groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
-    expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
-    freed_bytes: int  # of offloaded groups, in the forward
-    later_bytes: int  # that the plan frees in backward
-    held: tuple[UnfreedMemory, ...]
-    waiting: int  # earlier passes whose backward is still to come
-    # Of models only
-    outside: Amounts | None = None  # kept outside of the groups
+    report: Report  # what the forward did, with each call of a group by itself
+    layers: tuple[Layer, ...]  # the state of each of them, which backward changes
+    held: tuple[HeldStorage, ...]  # what was offloaded but not freed; its holders are not known yet
+    memory: tuple[tuple[int, StorageRef], ...]  # address of each, and what keeps it from being given to another storage
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
     partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups; those of a group that was called several times are equal."""
-        return tuple(row.name for _, row in self.groups)
+        return tuple(row.name for row in self.report.groups)
 
 
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> PassStatistics:
@@ -67,7 +52,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
     stay, expected, freed, later = done.roles.stay, 0, 0, 0
     if not done.roles.planned:  # the program calls for each transfer
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
-    groups, held = list[tuple[Layer, GroupReport]](), list[UnfreedMemory]()
+    groups, held, unfreed = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
     inputs = done.inputs if isinstance(done, ModelPass) else ()
     residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
     for layer, (name, kind) in zip(done.layers, labels, strict=True):
@@ -89,8 +74,10 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
             memory = done.registry.held_elsewhere(storage)
             if memory is not None:
-                at = address(memory)
-                held.append(UnfreedMemory(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
+                unfreed.append((address(memory), StorageRef(memory)))
+                held.append(HeldStorage(name, storage.nbytes, is_input=address(memory) in inputs))
+                numbers["bytes_not_freed"] += storage.nbytes
+                freed -= storage.nbytes
         for resident in filter(None, (ref() for ref in layer.residents)):
             if resident not in residents:  # [guard: kept storage that several groups saved -> True]
                 residents.add(resident)
@@ -98,13 +85,20 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 expected += resident.nbytes if offloaded else 0
         more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
         recomputed = layer.recomputed is not None
-        groups.append((layer, GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more)))
-    found = PassStatistics(tuple(groups), expected, freed, later, tuple(held), waiting)
+        groups.append(GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more))
+    report = Report(
+        groups=tuple(groups),
+        expected_bytes=expected,
+        dropped_bytes=freed,
+        later_bytes=later,
+        waiting_passes=waiting,
+    )
     if not isinstance(done, ModelPass):
-        return found
+        return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed))
+    report = replace(report, outside=_amounts(done.kept_outside))
     refs = ((ref(), module) for ref, module in done.saved_outside)
     saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
-    return replace(found, outside=_amounts(done.kept_outside), saved_outside=saved_outside, partly=done.partly)
+    return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed), saved_outside, done.partly)
 
 
 def _amounts(counts: Mapping[Reason, Sequence[int]]) -> Amounts:
@@ -141,7 +135,7 @@ class PassLog:
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
         """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
-        saved = {} if self.full is None else {row.name: row.bytes_saved for _, row in self.full.groups}
+        saved = {} if self.full is None else {row.name: row.bytes_saved for row in self.full.report.groups}
         return tuple(saved.get(self.label(key)[0], 0) for key in order)
 
     def forward_done(self, done: Pass, sequence: Sequence[GroupKey]) -> None:
@@ -195,8 +189,8 @@ class PassLog:
 
     def _take(self, latest: PassStatistics, *, newest: bool = True) -> None:
         """Take the statistics of a pass; of a pass that is not the `newest` only how much it saved."""
-        kind = latest.partly, sum(row.recomputed for _, row in latest.groups)
-        saved = sum(row.bytes_saved for _, row in latest.groups)
+        kind = latest.partly, sum(row.recomputed for row in latest.report.groups)
+        saved = sum(row.bytes_saved for row in latest.report.groups)
         largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
         recording = self.recording if self.records else None
         if not newest:
@@ -204,7 +198,7 @@ class PassLog:
                 recording.passes += 1
             return
         if latest.partly and self.latest is not None:
-            latest = replace(latest, outside=self.latest.outside)
+            latest = latest._replace(report=replace(latest.report, outside=self.latest.report.outside))
         self.latest = latest
         if 2 * saved >= largest:
             self.full = latest
@@ -222,7 +216,7 @@ class Recording:
     passes: int = 0
     names: tuple[str, ...] = ()  # of the groups as they run
     outside: dict[str, int] = field(default_factory=dict)
-    held: tuple[UnfreedMemory, ...] = ()
+    held: tuple[HeldStorage, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
 
     def timeline(self) -> StepTimeline:
@@ -241,8 +235,8 @@ class Recording:
         self.held, self.holders = latest.held, ()
         if self.held:  # in few steps: the search takes a tenth of a second or more
             with self.recorder.apart():
-                found = find_all_holders([held.address for held in self.held], modules)
-            self.holders = [found[held.address] for held in self.held]
+                found = find_all_holders([address for address, _ in latest.memory], modules)
+            self.holders = [found[address] for address, _ in latest.memory]
 
 
 # The report
@@ -263,7 +257,7 @@ def build(
     Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `more` are further
     fields of `Report`.
     """
-    seconds: Sequence[dict[str, Any]] = [{} for _ in latest.groups]
+    seconds: Sequence[dict[str, Any]] = [{} for _ in latest.layers]
     if recording is not None and recording.names == latest.names:
         more["outside_modules"] = dict(recording.outside)
         if not recording.open:
@@ -273,32 +267,25 @@ def build(
             ends = step.timeline.end, *(at for at, _ in step.timeline.resident[-1:]), 0.0
             more |= {"step_seconds": max(ends), "step_passes": recording.passes}
             more["times"] = more.get("times", True) and step.timeline.source != "reference device"
-    not_freed, rows = Counter[int](), list[GroupReport]()
-    for entry in latest.held:
-        not_freed[entry.place] += entry.nbytes
-    for k, (layer, saved) in enumerate(latest.groups):
-        row = replace(
-            saved,
+    rows = []
+    for layer, row, times in zip(latest.layers, latest.report.groups, seconds, strict=False):
+        reloaded = replace(
+            row,
             reloaded_ahead=layer.ahead,
             reloaded_on_demand=layer.on_demand,
             bytes_reloaded=layer.bytes_reloaded,
-            bytes_not_freed=not_freed[k],
-            **{f"{name}_seconds": value for name, value in seconds[k].items()},
+            **{f"{name}_seconds": value for name, value in times.items()},
         )
-        rows.append(row)
+        rows.append(reloaded)
     groups = [sum_groups(calls, calls[0].name) for calls in fold(rows, lambda row: row.name)]
-    report = Report(
+    report = replace(
+        latest.report,
         groups=(*groups, *absent),
         passes=statistics.passes,
         peak_resident_bytes=None if latest.partly else statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
         held=tuple(_held(latest, recording)),
-        expected_bytes=latest.expected_bytes,
-        dropped_bytes=latest.freed_bytes - not_freed.total(),
-        later_bytes=latest.later_bytes,
-        waiting_passes=latest.waiting,
-        outside=latest.outside,
         **more,
     )
     return replace(report, advice=advise(report))
@@ -306,9 +293,9 @@ def build(
 
 def _held(latest: PassStatistics, recording: Recording | None) -> Iterator[HeldStorage]:
     """Yield what else references memory; without a search only the inputs of the model, which the caller holds."""
-    searched = recording is not None and [each[:2] for each in recording.held] == [each[:2] for each in latest.held]
+    searched = recording is not None and recording.held == latest.held
     for k, held in enumerate(latest.held):
         known = recording.holders[k] if recording is not None and searched else ()
         is_input = held.is_input and {holder.kind for holder in known} <= CALLERS
         if searched or is_input:
-            yield HeldStorage(latest.names[held.place], held.nbytes, known or (INPUT,) * is_input, is_input)
+            yield replace(held, holders=known or (INPUT,) * is_input, is_input=is_input)

@@ -175,7 +175,7 @@ class Tuner:
         if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
             self._log.forward_done(done, sequence)
             if timed is not None and self._log.latest is not None:
-                timed.waiting = self._log.latest.waiting
+                timed.waiting = self._log.latest.report.waiting_passes
 
     def retire(self) -> None:
         """Stop measuring."""
