@@ -274,7 +274,8 @@ class OffloadHandle:
         """Return what the latest pass did, group by group, with advice.
 
         It is the latest that saved at least half as much as the largest one since the statistics began, so not a small
-        last batch.  Times, stalls, and the names of what else references offloaded memory need a step in `recording`.
+        last batch.  With a final plan it is the first one, because later ones are followed in parts.  Times, stalls,
+        and the names of what else references offloaded memory need a step in `recording`.
 
         Raises
         ------

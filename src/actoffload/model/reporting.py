@@ -44,14 +44,9 @@ def describe(state: ModelState, plan: Plan, condition: str) -> str:
 
 
 def add_planned_bytes(latest: PassStatistics, plan: Plan) -> PassStatistics:
-    """Return statistics with the bytes that a plan has of groups that are recomputed, or were not followed."""
+    """Return statistics with the bytes by which a plan expects that groups save less because they are recomputed."""
     less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
-    saved, groups = dict(zip(plan.names, plan.nbytes, strict=False)), []
-    for row in latest.report.groups:
-        unseen = latest.partly and not row.offloaded and not row.recomputed
-        nbytes = max(row.bytes_saved, saved.get(row.name, 0) * unseen)
-        again = less.get(row.name, 0) * row.recomputed
-        groups.append(replace(row, bytes_saved=nbytes, bytes_recomputed=again))
+    groups = (replace(row, bytes_recomputed=less.get(row.name, 0) * row.recomputed) for row in latest.report.groups)
     return latest._replace(report=replace(latest.report, groups=tuple(groups)))
 
 

@@ -11,7 +11,7 @@ angles of rotary embeddings, it keeps until its backward, so a copy of them from
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -111,8 +111,7 @@ class BySchedule(Steering):
         """Learn the order of the groups."""
         plans = self._state.plans
         plans.learn(sequence)
-        if not done.partly:
-            self._state.log.forward_done(done, sequence)
+        self._state.log.forward_done(done, sequence)
         wanted = self._checks and plans.schedule.num_layers != 0 and plans.schedule.fraction
         self._checks = False  # a group that is called several times may be offloaded, so one pass has to run before
         if wanted and not plans.roles(plans.order).plan.offloaded:
@@ -176,22 +175,23 @@ class ByPlan(BySchedule):
         self._roles = RolesOfPlan(state, plan, {})
         again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
         super().__init__(state, recompute=again)
-        self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
-        self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
+        self._followed = 0  # passes, as a whole
+        self._adopts = False  # groups are offloaded with what was saved before them
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or the groups that are offloaded if that is enough."""
-        mode = Mode.WHOLE if alone or busy or self._state.log.records else self._mode
-        return PassSettings(mode, self._state.plans.order, self._roles.roles, self._recompute)
+        # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
+        unseen = self._followed < (2 if self._recompute else 1)
+        whole = alone or busy or self._state.log.records or self._adopts or unseen
+        return PassSettings(
+            Mode.WHOLE if whole else Mode.SCOPED, self._state.plans.order, self._roles.roles, self._recompute
+        )
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Learn the order of the groups."""
         if not done.partly:
-            self._mode = Mode.WHOLE if done.adopted else Mode.SCOPED
-        ways = self._ways | dict(zip(sequence, (layer.recomputed for layer in done.layers), strict=False))
-        if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
-            self._state.log.forward_done(done, sequence)
-        self._ways = ways
+            self._followed += 1
+            self._adopts = done.adopted > 0
         super().pass_ends(done, sequence)
 
     def plan(self) -> Plan:

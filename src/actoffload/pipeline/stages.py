@@ -128,7 +128,7 @@ class StageSteering(Steering):
             assert plan is not None
             chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
-            if conductor.scoped and not self.adopts:
+            if conductor.scoped and not self.adopts and not self._state.log.records:
                 every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
                 mode = Mode.SCOPED if plan.transfers or self._policies or not every else Mode.IDLE
         begun = partial(conductor.pass_begins, microbatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,14 +29,13 @@ from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 
 
 class PassStatistics(NamedTuple):
-    """A pass whose forward has ended."""
+    """A pass whose forward was followed as a whole, and has ended."""
 
     report: Report  # what the forward did, with each call of a group by itself
     layers: tuple[Layer, ...]  # the state of each of them, which backward changes
     held: tuple[HeldStorage, ...]  # what was offloaded but not freed; its holders are not known yet
     memory: tuple[tuple[int, StorageRef], ...]  # address of each, and what keeps it from being given to another storage
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
-    partly: bool = False  # groups that are kept were not followed: their bytes are those of the plan
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +97,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
     report = replace(report, outside=_amounts(done.kept_outside))
     refs = ((ref(), module) for ref, module in done.saved_outside)
     saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
-    return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed), saved_outside, done.partly)
+    return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed), saved_outside)
 
 
 def _amounts(counts: Mapping[Reason, Sequence[int]]) -> Amounts:
@@ -124,7 +123,7 @@ class PassLog:
     full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
     recording: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
-    _largest: dict[Hashable, int] = field(default_factory=dict)  # bytes, by what was followed and how much replayed
+    _largest: dict[int, int] = field(default_factory=dict)  # bytes, by the number of groups that were replayed
     _begun: int = 0  # passes of a context
     _counted: int = 0  # number of the latest whose backward has begun
 
@@ -138,10 +137,11 @@ class PassLog:
         saved = {} if self.full is None else {row.name: row.bytes_saved for row in self.full.report.groups}
         return tuple(saved.get(self.label(key)[0], 0) for key in order)
 
-    def forward_done(self, done: Pass, sequence: Sequence[GroupKey]) -> None:
-        """Take the statistics of a pass of a model whose forward has ended."""
+    def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take the statistics of a pass of a model whose forward has ended, if it was followed as a whole."""
         self._add(done)
-        self._take(self._count(done, sequence))
+        if not done.partly:
+            self._take(self._count(done, sequence))
 
     def forward_begins(self, current: Pass) -> None:
         """Take the statistics of a pass of a context when its backward begins, which ends its forward."""
@@ -180,25 +180,26 @@ class PassLog:
     def _add(self, done: Pass) -> None:
         self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
 
-    def _count(self, done: Pass, sequence: Sequence[GroupKey]) -> PassStatistics:
+    def waiting(self, done: Pass) -> int:
+        """Return how many passes before one have a graph to which backward has not come."""
         passes = [each for ref in self._passes if (each := ref()) is not None]
         earlier = passes[: passes.index(done)] if done in passes else []
-        waiting = sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+        return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
+
+    def _count(self, done: Pass, sequence: Sequence[GroupKey]) -> PassStatistics:
         with done.lock:
-            return count_pass(done, [self.label(key) for key in sequence], waiting)
+            return count_pass(done, [self.label(key) for key in sequence], self.waiting(done))
 
     def _take(self, latest: PassStatistics, *, newest: bool = True) -> None:
         """Take the statistics of a pass; of a pass that is not the `newest` only how much it saved."""
-        kind = latest.partly, sum(row.recomputed for row in latest.report.groups)
+        replayed = sum(row.recomputed for row in latest.report.groups)
         saved = sum(row.bytes_saved for row in latest.report.groups)
-        largest = self._largest[kind] = max(saved, self._largest.get(kind, 0))
+        largest = self._largest[replayed] = max(saved, self._largest.get(replayed, 0))
         recording = self.recording if self.records else None
         if not newest:
             if recording is not None:
                 recording.passes += 1
             return
-        if latest.partly and self.latest is not None:
-            latest = latest._replace(report=replace(latest.report, outside=self.latest.report.outside))
         self.latest = latest
         if 2 * saved >= largest:
             self.full = latest
@@ -282,7 +283,7 @@ def build(
         latest.report,
         groups=(*groups, *absent),
         passes=statistics.passes,
-        peak_resident_bytes=None if latest.partly else statistics.peak_resident_bytes,
+        peak_resident_bytes=statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
         held=tuple(_held(latest, recording)),

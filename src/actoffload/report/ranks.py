@@ -128,7 +128,7 @@ def _cells(report: Report) -> Cells:
         "not offloaded": max(0, report.activation_bytes - offloaded),
         "freed": "-" if report.r is None else percent(report.r, 2),
         # No sum of peaks: each device has its own, at another time.
-        "at the peak": size_or_dash(report.peak_resident_bytes or 0),
+        "at the peak": size_or_dash(report.peak_resident_bytes),
         "host memory": report.host_bytes,
         **_by_kind(report),
     }

@@ -141,9 +141,8 @@ class Report(Printable):
         Bytes of it by the name of the innermost module, with ``*`` for numbers, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
-    peak_resident_bytes : int or None
-        Largest number of bytes of saved activations on the device since the statistics began; None if what kept groups
-        save is not followed.
+    peak_resident_bytes : int
+        Largest number of bytes of saved activations on the device since the statistics began.
     host_bytes, host_bytes_high_water : int
         Pinned memory in bytes: allocated now, and the largest part of it ever in use.
     held : tuple of HeldStorage
@@ -177,7 +176,7 @@ class Report(Printable):
     outside: Amounts | None = None
     outside_modules: Mapping[str, int] = field(default_factory=dict)
     passes: int = 0
-    peak_resident_bytes: int | None = 0
+    peak_resident_bytes: int = 0
     host_bytes: int = 0
     host_bytes_high_water: int = 0
     held: tuple[HeldStorage, ...] = ()
@@ -281,10 +280,10 @@ class Report(Printable):
     @property
     def saved_at_peak(self) -> int | None:
         """Bytes of activations that were not on the device when most were; None if not known."""
-        totals, peak, dropped = self.totals, self.peak_resident_bytes, self.dropped_bytes
-        if peak is None or dropped is None or self.waiting_passes or not self._knows_recomputed:
+        totals, dropped = self.totals, self.dropped_bytes
+        if dropped is None or self.waiting_passes or not self._knows_recomputed:
             return None
-        less = totals.bytes_saved - peak, dropped + self.later_bytes
+        less = totals.bytes_saved - self.peak_resident_bytes, dropped + self.later_bytes
         return max(min(less) + totals.bytes_recomputed, 0)
 
     @property
@@ -380,10 +379,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "plan", report.because
     if report.next_choice:
         yield "next choice", report.next_choice
-    if (peak := report.peak_resident_bytes) is not None:
-        # Some of them may count already: those that were to be freed only behind the peak.
-        held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
-        yield "at the peak", f"{size(peak)} on the device, of what can be offloaded{held}"
+    # Some of them may count already: those that were to be freed only behind the peak.
+    held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
+    yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}"
     if report.waiting_passes:
         yield "in flight", f"{report.waiting_passes} more, whose backward was still to come when this forward ended"
     if report.r is not None:

@@ -172,10 +172,9 @@ class Tuner:
         timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
         if timed is not None:
             timed.saw(done, sequence)
-        if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
-            self._log.forward_done(done, sequence)
-            if timed is not None and self._log.latest is not None:
-                timed.waiting = self._log.latest.report.waiting_passes
+        self._log.forward_done(done, sequence)
+        if timed is not None:
+            timed.waiting = self._log.waiting(done)
 
     def retire(self) -> None:
         """Stop measuring."""
