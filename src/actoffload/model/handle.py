@@ -33,7 +33,7 @@ from .follow import (
     split_group_name,
     unfollow,
 )
-from .reporting import add_planned_bytes, describe
+from .reporting import describe
 from .select import Names
 from .steering import BySchedule, Steering
 from .tracker import Tracker
@@ -274,8 +274,8 @@ class OffloadHandle:
         """Return what the latest pass did, group by group, with advice.
 
         It is the latest that saved at least half as much as the largest one since the statistics began, so not a small
-        last batch.  With a final plan it is the first one, because later ones are followed in parts.  Times, stalls,
-        and the names of what else references offloaded memory need a step in `recording`.
+        last batch.  With a measured or given plan it is one of the first passes with it: later ones are followed in
+        parts.  Times, stalls, and the names of what else references offloaded memory need a step in `recording`.
 
         Raises
         ------
@@ -292,10 +292,11 @@ class OffloadHandle:
         plan = self.plan
         every = [GroupReport(group_name(group.name), group.kind, calls=0) for group in self._state.groups]
         return build(
-            add_planned_bytes(latest, plan),
+            latest,
             self.statistics(),
             self._log.recording,
             [group for group in every if group.name not in latest.names],
+            zip(plan.names, plan.recomputed_nbytes, strict=False),
             because=plan.because,
             proven_bytes=replays.proven_bytes,
             samples=replays.alarm.samples,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from .._torch.tensors import address
 from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..report.build import PassStatistics, on_device
+from ..report.build import on_device
 from ..report.report import GroupReport
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Plan
@@ -43,16 +42,9 @@ def describe(state: ModelState, plan: Plan, condition: str) -> str:
     return "\n".join(lines)
 
 
-def add_planned_bytes(latest: PassStatistics, plan: Plan) -> PassStatistics:
-    """Return statistics with the bytes by which a plan expects that groups save less because they are recomputed."""
-    less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
-    groups = (replace(row, bytes_recomputed=less.get(row.name, 0) * row.recomputed) for row in latest.report.groups)
-    return latest._replace(report=replace(latest.report, groups=tuple(groups)))
-
-
 def coverage_warning(state: ModelState) -> str | None:
     """Return a warning if the groups cover less than half of what the latest forward saved, else None."""
-    latest = state.log.latest
+    latest = state.log.full
     if latest is None:
         return None
     outside = dict(latest.report.outside or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -116,11 +116,10 @@ def on_device(layer: Layer) -> int:
 
 @dataclass(eq=False)
 class PassLog:
-    """The latest pass and the recorded step; `label` returns the name and the kind of a group."""
+    """The pass to report and the recorded step; `label` returns the name and the kind of a group."""
 
     label: Callable[[GroupKey], tuple[str, str]]
-    latest: PassStatistics | None = None
-    full: PassStatistics | None = None  # the latest that saved at least half as much as the largest: the one to report
+    full: PassStatistics | None = None  # the latest pass that saved at least half as much as the largest
     recording: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
     _largest: dict[int, int] = field(default_factory=dict)  # bytes, by the number of groups that were replayed
@@ -149,9 +148,11 @@ class PassLog:
         self._begun = number = self._begun + 1
 
         def forward_ended(done: Pass) -> None:
-            newest = number >= self._counted  # the first of several passes in one backward begins it last
-            self._counted = max(number, self._counted)
-            self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]), newest=newest)
+            if number >= self._counted:  # the first of several passes in one backward begins it last
+                self._counted = number
+                self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]))
+            elif self.recording is not None and self.recording.open:
+                self.recording.passes += 1
 
         current.forward_ended = forward_ended
 
@@ -190,21 +191,14 @@ class PassLog:
         with done.lock:
             return count_pass(done, [self.label(key) for key in sequence], self.waiting(done))
 
-    def _take(self, latest: PassStatistics, *, newest: bool = True) -> None:
-        """Take the statistics of a pass; of a pass that is not the `newest` only how much it saved."""
+    def _take(self, latest: PassStatistics) -> None:
         replayed = sum(row.recomputed for row in latest.report.groups)
         saved = sum(row.bytes_saved for row in latest.report.groups)
         largest = self._largest[replayed] = max(saved, self._largest.get(replayed, 0))
-        recording = self.recording if self.records else None
-        if not newest:
-            if recording is not None:
-                recording.passes += 1
-            return
-        self.latest = latest
         if 2 * saved >= largest:
             self.full = latest
-        if recording is not None:
-            recording.note(latest)
+        if self.recording is not None and self.recording.open:
+            self.recording.note(latest)
 
 
 @dataclass(eq=False)
@@ -251,13 +245,15 @@ def build(
     statistics: Statistics,
     recording: Recording | None,
     absent: Sequence[GroupReport] = (),
+    remade: Iterable[tuple[str, int]] = (),
     **more: Any,
 ) -> Report:
     """Return the report of a pass, with advice, and with the times and holders of a recorded step of the same groups.
 
-    Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `more` are further
-    fields of `Report`.
+    Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `remade` are bytes
+    by which groups save less if they are recomputed; `more` are further fields of `Report`.
     """
+    less = dict(remade)
     seconds: Sequence[dict[str, Any]] = [{} for _ in latest.layers]
     if recording is not None and recording.names == latest.names:
         more["outside_modules"] = dict(recording.outside)
@@ -275,6 +271,7 @@ def build(
             reloaded_ahead=layer.ahead,
             reloaded_on_demand=layer.on_demand,
             bytes_reloaded=layer.bytes_reloaded,
+            bytes_recomputed=less.get(row.name, 0) * row.recomputed,
             **{f"{name}_seconds": value for name, value in times.items()},
         )
         rows.append(reloaded)
