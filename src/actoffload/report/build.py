@@ -31,10 +31,9 @@ from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 class PassStatistics(NamedTuple):
     """A pass whose forward was followed as a whole, and has ended."""
 
-    report: Report  # what the forward did, with each call of a group by itself
-    layers: tuple[Layer, ...]  # the state of each of them, which backward changes
-    held: tuple[HeldStorage, ...]  # what was offloaded but not freed; its holders are not known yet
-    memory: tuple[tuple[int, StorageRef], ...]  # address of each, and what keeps it from being given to another storage
+    report: Report  # what the forward did, with each call of a group by itself, and without holders of what is held
+    layers: tuple[Layer, ...]  # the state of each call, which backward changes
+    held: tuple[tuple[int, StorageRef], ...]  # address of each storage that is held; none other gets it meanwhile
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
 
     @property
@@ -51,7 +50,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
     stay, expected, freed, later = done.roles.stay, 0, 0, 0
     if not done.roles.planned:  # the program calls for each transfer
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
-    groups, held, unfreed = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
+    groups, held, memories = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
     inputs = done.inputs if isinstance(done, ModelPass) else ()
     residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
     for layer, (name, kind) in zip(done.layers, labels, strict=True):
@@ -73,7 +72,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
             memory = done.registry.held_elsewhere(storage)
             if memory is not None:
-                unfreed.append((address(memory), StorageRef(memory)))
+                memories.append((address(memory), StorageRef(memory)))
                 held.append(HeldStorage(name, storage.nbytes, is_input=address(memory) in inputs))
                 numbers["bytes_not_freed"] += storage.nbytes
                 freed -= storage.nbytes
@@ -87,17 +86,18 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
         groups.append(GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more))
     report = Report(
         groups=tuple(groups),
+        held=tuple(held),
         expected_bytes=expected,
         dropped_bytes=freed,
         later_bytes=later,
         waiting_passes=waiting,
     )
     if not isinstance(done, ModelPass):
-        return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed))
+        return PassStatistics(report, tuple(done.layers), tuple(memories))
     report = replace(report, outside=_amounts(done.kept_outside))
     refs = ((ref(), module) for ref, module in done.saved_outside)
     saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
-    return PassStatistics(report, tuple(done.layers), tuple(held), tuple(unfreed), saved_outside)
+    return PassStatistics(report, tuple(done.layers), tuple(memories), saved_outside)
 
 
 def _amounts(counts: Mapping[Reason, Sequence[int]]) -> Amounts:
@@ -227,11 +227,11 @@ class Recording:
             if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name
                 outside[name_pattern(name)] += nbytes
         self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
-        self.held, self.holders = latest.held, ()
+        self.held, addresses = latest.report.held, [address for address, _ in latest.held]
         if self.held:  # in few steps: the search takes a tenth of a second or more
             with self.recorder.apart():
-                found = find_all_holders([address for address, _ in latest.memory], modules)
-            self.holders = [found[address] for address, _ in latest.memory]
+                found = find_all_holders(addresses, modules)
+            self.holders = [found[address] for address in addresses]
 
 
 # The report
@@ -291,8 +291,8 @@ def build(
 
 def _held(latest: PassStatistics, recording: Recording | None) -> Iterator[HeldStorage]:
     """Yield what else references memory; without a search only the inputs of the model, which the caller holds."""
-    searched = recording is not None and recording.held == latest.held
-    for k, held in enumerate(latest.held):
+    searched = recording is not None and recording.held == latest.report.held
+    for k, held in enumerate(latest.report.held):
         known = recording.holders[k] if recording is not None and searched else ()
         is_input = held.is_input and {holder.kind for holder in known} <= CALLERS
         if searched or is_input:
