@@ -6,8 +6,8 @@ the groups and times their operators.  The next pass runs in the same way withou
 bytes, times, and the rates of copies.  Events would measure a host that is slower than the device, so the device is
 kept busy before each group while the host queues it.  From both passes follows what each group costs in every other
 way.  A compiled group has no operators to time: it runs again as a whole, and what it would save otherwise is counted
-where it is dropped.  If everything fits without, two more passes keep everything, to know its peak and its time; then
-nothing is installed.
+where it is dropped.  If everything fits without, two more passes keep everything, to know its peak and its time.  One
+with the final plan is followed as a whole, for the report; then nothing is installed.
 
 Otherwise the planner chooses the fastest plan that fits, and it is tried: see `trials` [Note: trials of plans].  Its
 host memory is pinned before its first pass, which takes device memory; its second is timed.  A pass that takes longer
