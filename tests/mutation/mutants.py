@@ -83,7 +83,7 @@ INSTEAD: dict[str, str] = {
     "guard: twins of values that stay": "twin != value",
     "guard: view that the host copy lacks": "return layer.eager",
     "guard: wait for each device and stream": "position is not None and not waited",
-    "guard: whole buffer from a bin": "bin_ and before is not None",
+    "guard: whole buffer from a bin": "bin_ and buffer is not None",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",

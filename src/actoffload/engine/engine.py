@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -16,7 +15,6 @@ from ..schedule.execution_order import Roles
 from ..schedule.plan import Plan
 from . import eligibility
 from .eligibility import Limit
-from .layout import Layout
 from .statistics import Counters, Statistics, TimelineRecorder
 from .transfer import Transfers
 
@@ -39,8 +37,6 @@ class Engine:
     recorder: TimelineRecorder | None = field(init=False, default=None)
     roles: Roles = field(init=False)
     number: int = field(init=False, default_factory=count().__next__)
-    # Of what each layer saved, by place in the order.
-    layouts: dict[Hashable, dict[int, Layout]] = field(init=False, default_factory=dict)
     _transfers: dict[torch.device, Transfers] = field(init=False, default_factory=dict)
     _warned: bool = field(init=False, default=False)
 

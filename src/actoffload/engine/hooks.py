@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch.autograd import CASTS, next_node, saved_as_input
+from .._torch.autograd import next_node, saved_as_input
 from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
@@ -34,10 +34,10 @@ from .._torch.tensors import address, base_of, storage_behind, storage_expired, 
 from .._warnings import explain
 from ..device.base import StreamPosition
 from ..schedule.execution_order import Roles
-from .eligibility import finals, is_cast_of_parameter, kept, mark_kept, stays, take_final
+from .eligibility import finals, mark_kept, stays, take_final
 from .engine import Engine
 from .layer import Kept, Layer, LivenessToken, keep, queue_copies
-from .layout import Layout, View
+from .layout import View
 from .statistics import Reason
 from .storage import Owner, Residency, ResidentStorage, SavedStorage, SavedView
 from .transfer import COMPUTE, PassDevice
@@ -47,7 +47,7 @@ from .transfer import COMPUTE, PassDevice
 STRIDED = torch.strided
 
 
-Saved: TypeAlias = Kept | SavedStorage | SavedView | Compound  # what autograd holds in place of a tensor
+Saved: TypeAlias = Kept | SavedView | Compound  # what autograd holds in place of a tensor
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
@@ -107,8 +107,6 @@ class Packer:
         # What a kept layer saves need not be followed, unless the plan may change or every step is recorded.
         is_kept = index > roles.last_leaving or (roles.planned and index in roles.stay)
         self._stays_whole = is_kept and owner.settled and not engine.follows_all
-        # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
-        self._as_saved = layer.eager and roles.planned and index not in roles.stay
         self._aside = None
 
     def take_aside(self, pack: Pack) -> None:
@@ -146,27 +144,18 @@ class Packer:
             return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, ()
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
-        elif self._stays_whole or self._around:
-            reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         else:
-            place = self._layer.next_place()
-            known = self._layer.layouts.get(place) if self._as_saved and not self._engine.follows_all else None
-            saved = self._registry.save_as_before(self._layer, tensor, known, self._owner, self._as_saved)
-            if saved is not None:
-                return saved
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
-            if reason is None:
-                resident = self._registry.held_by_kept(self._layer, tensor)
-                if resident is not None:  # [guard: copy of what a kept layer holds]
-                    return keep(tensor, self._token, (resident,))
-                return self._save(tensor, place)
-        if reason is None:
-            if self._stays_whole:
-                resident = self._registry.resident(self._layer, tensor)
-                if resident is not None:
-                    return keep(tensor, self._token, (resident,))
-            return self._save(tensor, None)
-        return self.keep(tensor, reason)
+        if reason is not None:
+            return self.keep(tensor, reason)
+        registry = self._registry
+        find_resident = registry.resident if self._stays_whole else registry.held_by_kept
+        resident = find_resident(self._layer, tensor)
+        if resident is not None:  # [guard: copy of what a kept layer holds]
+            return keep(tensor, self._token, (resident,))
+        wrappers = tuple(map(WrapperVersion.of, self._around))
+        storage, view, probe = registry.save(self._layer, tensor, self._roles, wrappers)
+        return SavedView(self._owner, self._index, storage, view, probe, self._token)
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
         """Return what autograd holds in place of a tensor that stays on the device."""
@@ -177,19 +166,6 @@ class Packer:
         if tensor.layout is STRIDED:
             count[1] += tensor.nbytes
         return keep(tensor, self._token)
-
-    def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
-        wrappers = tuple(map(WrapperVersion.of, self._around))
-        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
-        if storage.plain is not view or wrappers:
-            return SavedView(self._owner, self._index, storage, view, probe, self._token)
-        if place is not None and self._as_saved and not view.dtype.is_complex:
-            base, layout = base_of(tensor), storage.layout
-            node = tensor.grad_fn if base is None else base.grad_fn
-            if tensor.requires_grad and node is not None:
-                layout.node, layout.is_cast = type(node), type(node).__name__ in CASTS
-                self._layer.layouts[place] = layout
-        return storage.hold(self._owner, self._index, self._token)
 
 
 opaque(Packer.pack)
@@ -250,92 +226,6 @@ class StorageRegistry:
             count[1] += resident.nbytes
         return resident
 
-    def save_as_before(
-        self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
-    ) -> SavedStorage | SavedView | None:
-        """Save a tensor that was saved already, or is as the one at its place in an earlier pass; None for others.
-
-        `known` is what was saved at its place: a new storage, which the tensor filled.  Either is not marked, not a
-        leaf and no part of another tensor.  `as_saved`: whether the layer is offloaded as its tensors are saved.
-        """
-        if tensor.layout is not STRIDED or tensor.is_nested:
-            return None
-        if layer.waiting:
-            with self._lock:
-                self._queue_waiting(layer)
-        memory = tensor.untyped_storage()
-        key = address(memory)
-        if (kept and key in kept) or (finals and key in finals) or key in self._residents:
-            return None
-        ref = self.storages.get(key)
-        storage = None if ref is None else ref()
-        if storage is not None:
-            return self._save_again(layer, tensor, storage, owner, as_saved=as_saved)
-        base = base_of(tensor)
-        root = tensor if base is None else base
-        if (
-            known is None
-            or tensor.dtype is not known.view.dtype  # [guard: dtype as before]
-            or tensor.size() != known.view.size  # [guard: size as before]
-            or tensor.stride() != known.view.stride  # [guard: stride as before]
-            or memory.nbytes() != known.nbytes  # [guard: storage as before]
-            or not tensor.requires_grad
-            or type(root.grad_fn) is not known.node  # [guard: node as before]
-            or (known.is_cast and is_cast_of_parameter(root))  # [guard: cast of a parameter]
-            or tensor.is_neg()  # [guard: negated since]
-        ):
-            return None
-        device = self._devices.get(self._backend.place(tensor))
-        if device is None:
-            return None
-        transfers, index = device.transfers, layer.index
-        with self._lock:
-            stream = self._backend.current_stream(transfers.device)
-            if stream not in device.streams:
-                device.streams.append(stream)
-            storage = SavedStorage(device, stream, known.nbytes, version=version_of(tensor), memory=memory)
-            storage.fill(root, known, tensor.detach())
-            storage.new = (known.view,)
-            storage.layers[index] = False
-            self.storages[key] = ref = storage.resources
-            layer.storages.append(ref)
-            if self._backend.checks:
-                self._backend.saved(tensor, stream)
-            layer.waiting.append(ref)
-            layer.waiting_bytes += known.nbytes
-            self._queue_waiting(layer)
-            return storage.hold(owner, index, layer.token)
-
-    def _save_again(
-        self, layer: Layer, tensor: torch.Tensor, storage: SavedStorage, owner: Owner, *, as_saved: bool
-    ) -> SavedStorage | SavedView | None:
-        base, plain, index = base_of(tensor), storage.plain, layer.index
-        with self._lock:
-            if (
-                plain is None
-                or storage.owner is None
-                or (storage.index != index and (not as_saved or storage.refused))
-                or storage.version != version_of(tensor)  # [guard: tensor edited since it was saved]
-                # Views share the counter of their base.
-                or storage.root() is not (tensor if base is None else base)  # [guard: other version counter]
-                or (storage.residency is not Residency.OFFLOADING and storage.resources not in layer.waiting)
-                or storage.wrappers
-                or View.of(tensor) != plain  # [guard: other layout]
-            ):
-                return None
-            device, backend = storage.pass_device, self._backend
-            stream = backend.current_stream(device.transfers.device)
-            if stream not in device.streams:
-                device.streams.append(stream)
-            if backend.checks:
-                backend.saved(tensor, stream)
-            if storage.index == index:
-                return storage
-            if index not in storage.layers:
-                storage.layers[index] = False
-                layer.storages.append(storage.resources)
-            return SavedView(owner, index, storage, plain, storage.probe, layer.token)
-
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
@@ -351,6 +241,8 @@ class StorageRegistry:
         # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
         is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
         with self._lock:
+            if layer.waiting:
+                self._queue_waiting(layer)  # without this tensor: what was saved before is written by now
             pass_device = self._devices.get(device)
             if pass_device is None:
                 pass_device = PassDevice(self._engine.transfers(device), self._counters, tensor.device, [])

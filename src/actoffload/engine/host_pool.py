@@ -254,12 +254,11 @@ class HostPool:
         captured: bool = False,
         whole: bool = False,
         owner: Resources | None = None,
-        before: HostBuffer | None = None,
     ) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
         While work that uses it is `captured` into a graph, no memory can be taken from the system; the buffer is not
-        reused.  A `whole` one has one segment.  `owner` returns it when its object is dropped; `before` is preferred.
+        reused.  A `whole` one has one segment.  `owner` returns it when its object is dropped.
         """
         with self._lock:
             if dropped or self.returned:
@@ -271,12 +270,10 @@ class HostPool:
                     return None
             need = -(-nbytes // ALIGN) * ALIGN
             number, bin_ = next(self._numbers), self._bins.get(nbytes)
-            if bin_ and (before is None or before not in bin_):
-                before = next(reversed(bin_))
+            buffer = next(reversed(bin_)) if bin_ else None
             # [guard: whole buffer from a bin]
-            if bin_ and before is not None and not (whole and len(before.parts) > 1):
+            if bin_ and buffer is not None and not (whole and len(buffer.parts) > 1):
                 # No call from here on: see [Note: finalizers].
-                buffer = before
                 del bin_[buffer]
             else:
                 self.broken = True

@@ -6,7 +6,6 @@ import enum
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +17,8 @@ from .._torch.tensors import version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
-from .layout import Layout
 from .statistics import Reason
-from .storage import HostCopy, Residency, ResidentStorage, SavedStorage
+from .storage import Residency, ResidentStorage, SavedStorage
 from .transfer import CopyOut, Transfers
 
 
@@ -77,8 +75,6 @@ class Layer:
         # What decides which outputs of operators are saved where it is recomputed in backward; None if it is not.
         self.recomputed: Hashable = None
         self.remade_bytes = 0  # of the values that are computed again in backward
-        self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
-        self.next_place = count().__next__
         self.small = [0, 0]
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
@@ -273,7 +269,7 @@ def _queue_batch(batch: Sequence[tuple[SavedStorage, list[CopyOut]]], layer: int
         storage.copies_queued(copies)
 
 
-def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:
+def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
     """Reload storages in the given order; those that are on the device are passed over.
 
     All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
@@ -288,7 +284,7 @@ def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False)
         _reload_group(device.transfers, stream, group, layer, on_demand)
 
 
-def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], layer: int, on_demand: bool) -> None:
+def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
     backend = transfers.backend
     taken = 0
     try:
@@ -307,7 +303,7 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], l
             # [wait: copies in for their memory]
             transfers.begin_reload(stream)
             done, nbytes = 0, 0
-            batch: list[HostCopy] = []
+            batch: list[SavedStorage] = []
             try:
                 for number, storage in enumerate(group[:taken], 1):
                     batch.append(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
@@ -91,23 +91,6 @@ class View(NamedTuple):
         size, stride = self.compact
         tensor = torch.empty(0, dtype=self.dtype, device=device)
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
-
-
-@dataclass(slots=True)
-class Layout:
-    """How the tensor lies that makes a storage plain, and what is expected of the one saved there in a later pass."""
-
-    view: View
-    key: tuple[torch.dtype, torch.Size, tuple[int, ...]]  # data type, size and stride
-    nbytes: int  # of the storage
-    node: type | None = None  # class of the autograd node that made the tensor, or the tensor of which it is a view
-    is_cast: bool = False  # that node casts or transposes
-    host: Callable[[], HostBuffer | None] = lambda: None  # a weak reference to the buffer of the last pass
-
-    @staticmethod
-    def of(view: View, nbytes: int) -> Layout:
-        """Return the layout of a tensor that fills a storage."""
-        return Layout(view, (view.dtype, view.size, view.stride), nbytes)
 
 
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes

@@ -107,7 +107,6 @@ class Pass:
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
         layer = Layer(len(self.layers), self.backend.capturing())
-        layer.layouts = self.engine.layouts.setdefault(layer.index, {})
         with self.lock:
             self.layers.append(layer)
             self.aborted = True  # until the forward has begun
@@ -358,7 +357,6 @@ class ModelPass(Pass, Generic[Key]):
                 self.follow(roles)
         layer = self.forward_start()
         layer.owned = owned
-        layer.layouts = self.engine.layouts.setdefault((self.model, key), {})
         if self.engine.recorder is not None:
             inputs = list(inputs)
             self.record_inputs(layer, inputs)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import enum
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from .._torch.modules import opaque
 from .._torch.subclasses import Wrappers, changed
-from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, version_of
+from .._torch.tensors import drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
-from .layout import Layout, Piece, View, dense, gaps, loose_pieces, reload_spans
+from .layout import Piece, View, dense, gaps, loose_pieces, reload_spans
 from .statistics import Counters, Reason
 from .transfer import CopyOut, PassDevice
-
-# The host copy
 
 
 class Residency(enum.Enum):
@@ -32,22 +29,40 @@ class Residency(enum.Enum):
     RELOADED = "on the host and, again, on the device"
 
 
-@dataclass(slots=True, eq=False)
-class HostCopy:
-    """The host copy of a saved storage, and the device memory into which it is reloaded.
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SavedStorage:
+    """A storage between its saving and the last backward that needs it.
 
-    The lock of the engine guards all methods.
+    Only the objects that autograd holds refer to it strongly.  When the last of them is dropped, all memory is
+    returned, whatever the state, so there is no pass to end and nothing to reset.  The lock of the engine guards all
+    methods but the finalizer.
+
+    Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
+    tensors of its own type and layout.  Everything else is copied as bytes.
     """
 
     pass_device: PassDevice
     stream: Stream  # on which it was saved; its memory is freed and allocated in the order of this one
     nbytes: int
+    version: int  # of its first tensor when that was saved
+    memory: InitVar[torch.UntypedStorage]  # the storage itself
     layers: dict[int, bool] = field(default_factory=dict)  # that saved it -> whether they have released it
     resources: Resources = field(init=False)
     residency: Residency = Residency.DEVICE
+    refused: str = ""  # why the host had no memory for it
+    pinned: bool = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
+    shared: bool = False  # saved in a layer that is kept, after an offloaded one, and counted as such
+    wrappers: Wrappers = ()  # the wrappers in which it was saved
     plain: View | None = None  # the layout of a storage that one saved tensor fills
-    layout: Layout = field(init=False)
+    new: Sequence[View] = ()  # saved, and not looked at yet
+    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
     bytes_copied: int = 0
+    ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
+    copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
+    _probes: Sequence[torch.Tensor] = ()
+    _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
+    _source: torch.UntypedStorage | None = None
+    # The host copy, and the device memory into which it is reloaded
     _typed: torch.Tensor | None = None  # the copy of a plain storage, if it is in one part
     _host: HostBuffer | None = None  # and the memory of that
     _pieces: Sequence[Piece] = ()  # all other copies
@@ -57,152 +72,8 @@ class HostCopy:
     _awaited: bool = True  # the compute stream has waited for `_copied_in`
     _users: Sequence[Stream] = ()  # other streams that have
 
-    at_rest: ClassVar[type[HostCopy]]
-    in_flight: ClassVar[type[HostCopy]]  # has a finalizer: see [Note: finalizers]
-
-    def holds(self, view: View) -> bool:
-        """Whether the host copy has every element of a view."""
-        if self._typed is not None:
-            return True
-        pieces = self._pieces
-        if any(piece.holds(view) for piece in pieces):
-            return True
-        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
-
-    def allocate(self) -> None:
-        """Allocate device memory for what is on the host only; the stream of the storage is the current one."""
-        device, plain = self.pass_device, self.plain
-        transfers = device.transfers
-        empty = transfers.backend.empty_device
-        if plain is not None and self._typed is not None:
-            nbytes = self.nbytes
-            self._buffers = ((0, nbytes, empty(plain.size, plain.stride, plain.dtype, transfers.device)),)
-        else:
-            spans = reload_spans(self._pieces)
-            self._buffers = [(a, b, empty((b - a,), (1,), torch.uint8, transfers.device)) for a, b in spans]
-            nbytes = sum(stop - start for start, stop in spans)
-        self.residency = Residency.RELOADED
-        self._awaited = False
-        self._users = ()
-        self.__class__ = self.in_flight
-        device.counters.rise(nbytes, self.resources)
-
-    def pairs_to_reload(self) -> Pairs:
-        """Return what is copied into the memory of `allocate`."""
-        if self._typed is not None:
-            return ((self._typed, self._buffers[0][2]),)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in self._pieces:
-            start, buffer = self._buffer_of(piece.start, piece.stop)
-            pairs += piece.pairs(buffer.untyped_storage(), start, self.pass_device.device)
-        return pairs
-
-    def reload_queued(self, copied_in: StreamPosition) -> None:
-        """Note that these copies are queued, and what comes after them."""
-        device, buffers, resources = self.pass_device, self._buffers, self.resources
-        self._copied_in = copied_in
-        self._clean = [version_of(buffer) for _, _, buffer in buffers]
-        resources.fence = (copied_in,)  # [guard: fence of returned host memory]
-        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in
-
-    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
-        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
-
-    def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
-        """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
-        if self.residency is not Residency.RELOADED:
-            return probe.detach()  # not the alias itself, which loses its data at the release
-        transfers, copied_in = self.pass_device.transfers, self._copied_in
-        assert copied_in is not None
-        current = transfers.backend.current_stream(transfers.device)
-        if current != self.stream:
-            # [wait: another stream's use for the copy in]
-            transfers.use(current, copied_in, layer, captured, self.nbytes)
-            # [guard: users on other streams]
-            # [guard: streams that waited]
-            self._users = (*self._users, current)
-            self.__class__ = self.in_flight
-        elif not self._awaited:
-            # [wait: use on the compute stream for the copy in]
-            transfers.use(current, copied_in, layer, captured, self.nbytes)
-            self._awaited = True
-            self.resources.in_flight = None
-            if not self._users:
-                self.__class__ = self.at_rest
-        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
-            if version_of(buffer) != version:
-                raise changed(buffer, view.size, version)
-        if view is self.plain and self._typed is not None:
-            return buffer
-        start, buffer = self._buffer_of(*view.extent)
-        return view.on(buffer, start)
-
-    def evict(self) -> None:
-        """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
-        if self.residency is Residency.RELOADED:
-            self._free_buffers()
-            self.pass_device.counters.rise(-self.resources.nbytes, self.resources)
-            self.residency = Residency.HOST
-
-    def _free_buffers(self) -> None:
-        transfers = self.pass_device.transfers
-        if not self._awaited and self._copied_in is not None:
-            # [wait: dropping for a copy in without a use]
-            transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
-            self._awaited = True
-        for user in self._users:
-            # [wait: dropping for use on another stream]
-            transfers.join(self.stream, (), transfers.position(user))
-        self._buffers = self._users = ()
-        self.resources.in_flight = None
-        self.__class__ = self.at_rest
-
-
-# A saved storage
-
-
-class Owner(Protocol):
-    """The pass of a saved storage."""
-
-    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that a layer saved, on the device."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class SavedStorage(HostCopy):
-    """A storage between its saving and the last backward that needs it.
-
-    Only the objects that autograd holds refer to it strongly.  When the last of them is dropped, all memory is
-    returned, whatever the state, so there is no pass to end and nothing to reset.  The lock of the engine guards all
-    methods but the finalizer.
-
-    Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
-    tensors of its own type and layout, and autograd holds it directly in place of that tensor.  Everything else is
-    copied as bytes, and autograd holds one `SavedView` for each tensor.
-    """
-
-    version: int = 0  # of its first tensor when that was saved
-    memory: InitVar[Any] = None  # the storage itself
-    refused: str = ""  # why the host had no memory for it
-    pinned: bool = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
-    shared: bool = False  # saved in a layer that is kept, after an offloaded one, and counted as such
-    ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
-    copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
-    wrappers: Wrappers = ()  # the wrappers in which it was saved
-    new: Sequence[View] = ()  # saved, and not looked at yet
-    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
-    _probes: Sequence[torch.Tensor] = ()
-    _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
-    _source: torch.UntypedStorage | None = None
-    # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
-    owner: Owner | None = None
-    index: int = field(init=False)
-    token: object = field(init=False)
-    probe: torch.Tensor = field(init=False)
-    root: weakref.ref[torch.Tensor] = field(init=False)
-
     at_rest: ClassVar[type[SavedStorage]]
-    in_flight: ClassVar[type[SavedStorage]]
+    in_flight: ClassVar[type[SavedStorage]]  # has a finalizer: see [Note: finalizers]
 
     def __post_init__(self, memory: torch.UntypedStorage) -> None:
         self._source = memory  # [keep: source until copied]
@@ -211,42 +82,19 @@ class SavedStorage(HostCopy):
         self.resources = Resources.of(self, weak, device.counters.freed, device.transfers.pool.returned)
         device.counters.saved(self.nbytes, self.resources)
 
-    def hold(self, owner: Owner, index: int, token: object) -> SavedStorage:
-        """Return what autograd holds for the tensor that makes the storage plain."""
-        self.owner = owner  # [keep: pass of a plain tensor]
-        self.index, self.token = index, token
-        return self
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor that makes the storage plain, for autograd."""
-        probe = self.probe
-        assert self.plain is not None
-        assert self.owner is not None
-        if version_of(probe) != self.version:  # [guard: in-place edit of a plain tensor]
-            raise changed(probe, self.plain.size, self.version)
-        return self.owner.fetch(self.index, self, self.plain, probe)
-
     # Saving
-
-    def fill(self, root: torch.Tensor, layout: Layout, probe: torch.Tensor) -> None:
-        """Note that the first saved tensor, which is a view of `root` or `root` itself, fills the storage."""
-        self.plain, self.layout = layout.view, layout
-        self.probe = probe  # [keep: plain tensor]
-        self._probes, self._first = (probe,), probe
-        self.root = weakref.ref(root)
 
     def add(self, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> None:
         """Note one more saved tensor, its layout, and a detached alias that carries its version counter."""
         if self.residency is Residency.HOST:
             drop_data(probe)
             return
-        whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
-        if whole and not self._probes and (tensor.is_contiguous() or view.fills(self.nbytes)):
-            base = base_of(tensor)
-            self.fill(tensor if base is None else base, Layout.of(view, self.nbytes), probe)
-        else:
-            self._probes = (*self._probes, probe)
-            self._first = self._probes[0] if self._first is None else self._first
+        if self._first is None:
+            self._first = probe
+            whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
+            if whole and (tensor.is_contiguous() or view.fills(self.nbytes)):
+                self.plain = view
+        self._probes = (*self._probes, probe)
         self.new = (*self.new, view)
 
     def has_values_of(self, tensor: torch.Tensor) -> bool:
@@ -279,7 +127,7 @@ class SavedStorage(HostCopy):
         complete = True
         new, plain = self.new, self.plain
         if plain is not None and new and new[0] is plain and not self.bytes_copied:
-            complete = self._copy_plain(found, captured)
+            complete = self._copy_plain(plain, found, captured)
         for view in new:
             if view is plain or self.holds(view):
                 continue
@@ -305,20 +153,16 @@ class SavedStorage(HostCopy):
             self.__class__ = self.in_flight
         return found
 
-    def _copy_plain(self, found: list[CopyOut], captured: bool) -> bool:
+    def _copy_plain(self, plain: View, found: list[CopyOut], captured: bool) -> bool:
         """Add the copy of a plain storage; return False if the host has no memory for it."""
-        pool, layout = self.pass_device.transfers.pool, self.layout
-        before = layout.host()
-        host = pool.take(self.nbytes, captured=captured, owner=self.resources, before=before)
+        host = self.pass_device.transfers.pool.take(self.nbytes, captured=captured, owner=self.resources)
         if host is None:
             return False
-        if host is not before:
-            layout.host = weakref.ref(host)
-        typed = host.tensor if host.key is layout.key else host.typed(layout.key)
+        typed = host.typed((plain.dtype, plain.size, plain.stride))
         if typed is None:
             self._add_piece(Piece(0, self.nbytes, None, host), host, found)
         else:
-            found.append(CopyOut(((typed, self.probe),), host, self.stream, self.ready))
+            found.append(CopyOut(((typed, self._probes[0]),), host, self.stream, self.ready))
             self._typed, self._host = typed, host
         return True
 
@@ -400,6 +244,105 @@ class SavedStorage(HostCopy):
         resources.nbytes -= nbytes
         device.counters.resident -= nbytes
 
+    # Reloading
+
+    def holds(self, view: View) -> bool:
+        """Whether the host copy has every element of a view."""
+        if self._typed is not None:
+            return True
+        pieces = self._pieces
+        if any(piece.holds(view) for piece in pieces):
+            return True
+        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
+
+    def allocate(self) -> None:
+        """Allocate device memory for what is on the host only; the stream of the storage is the current one."""
+        device, plain = self.pass_device, self.plain
+        transfers = device.transfers
+        empty = transfers.backend.empty_device
+        if plain is not None and self._typed is not None:
+            nbytes = self.nbytes
+            self._buffers = ((0, nbytes, empty(plain.size, plain.stride, plain.dtype, transfers.device)),)
+        else:
+            spans = reload_spans(self._pieces)
+            self._buffers = [(a, b, empty((b - a,), (1,), torch.uint8, transfers.device)) for a, b in spans]
+            nbytes = sum(stop - start for start, stop in spans)
+        self.residency = Residency.RELOADED
+        self._awaited = False
+        self._users = ()
+        self.__class__ = self.in_flight
+        device.counters.rise(nbytes, self.resources)
+
+    def pairs_to_reload(self) -> Pairs:
+        """Return what is copied into the memory of `allocate`."""
+        if self._typed is not None:
+            return ((self._typed, self._buffers[0][2]),)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in self._pieces:
+            start, buffer = self._buffer_of(piece.start, piece.stop)
+            pairs += piece.pairs(buffer.untyped_storage(), start, self.pass_device.device)
+        return pairs
+
+    def reload_queued(self, copied_in: StreamPosition) -> None:
+        """Note that these copies are queued, and what comes after them."""
+        device, buffers, resources = self.pass_device, self._buffers, self.resources
+        self._copied_in = copied_in
+        self._clean = [version_of(buffer) for _, _, buffer in buffers]
+        resources.fence = (copied_in,)  # [guard: fence of returned host memory]
+        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in
+
+    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
+        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
+
+    def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
+        """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
+        if self.residency is not Residency.RELOADED:
+            return probe.detach()  # not the alias itself, which loses its data at the release
+        transfers, copied_in = self.pass_device.transfers, self._copied_in
+        assert copied_in is not None
+        current = transfers.backend.current_stream(transfers.device)
+        if current != self.stream:
+            # [wait: another stream's use for the copy in]
+            transfers.use(current, copied_in, layer, captured, self.nbytes)
+            # [guard: users on other streams]
+            # [guard: streams that waited]
+            self._users = (*self._users, current)
+            self.__class__ = self.in_flight
+        elif not self._awaited:
+            # [wait: use on the compute stream for the copy in]
+            transfers.use(current, copied_in, layer, captured, self.nbytes)
+            self._awaited = True
+            self.resources.in_flight = None
+            if not self._users:
+                self.__class__ = self.at_rest
+        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
+            if version_of(buffer) != version:
+                raise changed(buffer, view.size, version)
+        if view == self.plain and self._typed is not None:
+            return buffer
+        start, buffer = self._buffer_of(*view.extent)
+        return view.on(buffer, start)
+
+    def evict(self) -> None:
+        """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
+        if self.residency is Residency.RELOADED:
+            self._free_buffers()
+            self.pass_device.counters.rise(-self.resources.nbytes, self.resources)
+            self.residency = Residency.HOST
+
+    def _free_buffers(self) -> None:
+        transfers = self.pass_device.transfers
+        if not self._awaited and self._copied_in is not None:
+            # [wait: dropping for a copy in without a use]
+            transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
+            self._awaited = True
+        for user in self._users:
+            # [wait: dropping for use on another stream]
+            transfers.join(self.stream, (), transfers.position(user))
+        self._buffers = self._users = ()
+        self.resources.in_flight = None
+        self.__class__ = self.at_rest
+
 
 class StorageInFlight(SavedStorage):
     """A storage whose device memory is used by a transfer, or by another stream than its own.
@@ -434,9 +377,19 @@ SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, StorageInFlight
 opaque(StorageInFlight.__del__)
 
 
+# What autograd holds
+
+
+class Owner(Protocol):
+    """The pass of a saved storage."""
+
+    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that a layer saved, on the device."""
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedView:
-    """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
+    """A saved tensor on a storage that may be offloaded."""
 
     owner: Owner  # the packer of a model drops its own reference
     index: int
