@@ -60,8 +60,7 @@ INSTEAD: dict[str, str] = {
         "self.version = version_of(self.probe); self.probe = self.probe.detach(); "
         "self.probe.data = torch.empty(0, dtype=self.probe.dtype)"
     ),
-    "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
-    "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
+    "keep: pass of a tensor": f"self.version = version_of(self.probe); self.owner = {WEAK.format('self.owner')}",
     "keep: source until copied": "pass",
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": (

@@ -39,7 +39,7 @@ from .engine import Engine
 from .layer import Kept, Layer, LivenessToken, keep, queue_copies
 from .layout import View
 from .statistics import Reason
-from .storage import Owner, Residency, ResidentStorage, SavedStorage, SavedView
+from .storage import Owner, Residency, SavedStorage, SavedView
 from .transfer import COMPUTE, PassDevice
 
 # Packing
@@ -69,9 +69,8 @@ def pack_parts(
         saved = {name: pack(as_part(part)) for name, part in parts.items()}
     finally:
         around.pop()
-    kept = [part for part in saved.values() if isinstance(part, tuple)]
-    if len(kept) == len(saved) and saved_as_input(tensor):  # building it anew takes longer
-        return tensor, version_of(tensor), token, tuple(resident for part in kept for resident in part[3])
+    if all(isinstance(part, tuple) for part in saved.values()) and saved_as_input(tensor):
+        return tensor, version_of(tensor), token  # building it anew takes longer
     return Compound(WrapperVersion.of(tensor), tensor.size(), saved, build)
 
 
@@ -81,7 +80,6 @@ class PassState(Owner, Protocol):
     engine: Engine
     registry: StorageRegistry
     roles: Roles
-    settled: bool
 
 
 class Packer:
@@ -104,9 +102,6 @@ class Packer:
         self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
         self._small = layer.small
         self._smallest = limit.surely
-        # What a kept layer saves need not be followed, unless the plan may change or every step is recorded.
-        is_kept = index > roles.last_leaving or (roles.planned and index in roles.stay)
-        self._stays_whole = is_kept and owner.settled and not engine.follows_all
         self._aside = None
 
     def take_aside(self, pack: Pack) -> None:
@@ -141,20 +136,15 @@ class Packer:
             small[0] += 1
             if tensor.layout is STRIDED:
                 small[1] += tensor.nbytes
-            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, ()
+            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
         else:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         if reason is not None:
             return self.keep(tensor, reason)
-        registry = self._registry
-        find_resident = registry.resident if self._stays_whole else registry.held_by_kept
-        resident = find_resident(self._layer, tensor)
-        if resident is not None:  # [guard: copy of what a kept layer holds]
-            return keep(tensor, self._token, (resident,))
         wrappers = tuple(map(WrapperVersion.of, self._around))
-        storage, view, probe = registry.save(self._layer, tensor, self._roles, wrappers)
+        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
         return SavedView(self._owner, self._index, storage, view, probe, self._token)
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
@@ -177,8 +167,6 @@ def _ended(tensor: torch.Tensor) -> Saved:
 
 # The storages of a pass
 
-ON_DEVICE = Residency.DEVICE, Residency.OFFLOADING
-
 
 class StorageRegistry:
     """The storages that the layers of a pass saved, by weak references; the lock of the engine guards it."""
@@ -189,42 +177,7 @@ class StorageRegistry:
         self._counters = engine.counters
         self._lock = engine.lock
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
-        self._residents: dict[int, weakref.ref[ResidentStorage]] = {}
         self._devices: dict[torch.device, PassDevice] = {}
-
-    def resident_at(self, address: int) -> ResidentStorage | None:
-        """Return the record of the storage at an address, if a kept layer saved it and it is still saved."""
-        ref = self._residents.get(address)
-        return None if ref is None else ref()
-
-    def resident(self, layer: Layer, tensor: torch.Tensor) -> ResidentStorage | None:
-        """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
-        memory = tensor.untyped_storage()
-        key = address(memory)
-        saved = self.storages.get(key)
-        known = None if saved is None else saved()
-        if known is not None and known.version == version_of(tensor) and known.residency in ON_DEVICE:
-            return None
-        with self._lock:
-            ref = self._residents.get(key)
-            resident = None if ref is None else ref()
-            if resident is None:
-                resident = ResidentStorage(memory.nbytes(), self._counters)
-                self._residents[key] = ref = weakref.ref(resident)
-            if ref is not None:
-                layer.residents.append(ref)
-        return resident
-
-    def held_by_kept(self, layer: Layer, tensor: torch.Tensor) -> ResidentStorage | None:
-        """Return the record of a storage of an offloaded layer that a kept one holds: a copy frees nothing."""
-        ref = self._residents.get(address(tensor.untyped_storage()))
-        resident = None if ref is None else ref()
-        if ref is not None and resident is not None and ref not in layer.residents:
-            layer.residents.append(ref)
-            count = layer.kept.setdefault(Reason.SHARED, [0, 0])
-            count[0] += 1
-            count[1] += resident.nbytes
-        return resident
 
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
@@ -300,7 +253,7 @@ class StorageRegistry:
                 storage.shared = True
                 self._counters.keep(Reason.SHARED, storage.nbytes)
         elif storage.residency is Residency.DEVICE and not storage.pinned and not roles.stay.isdisjoint(storage.layers):
-            storage.pinned = True
+            storage.pinned = True  # [guard: copy of what a kept layer holds]
             self._counters.keep(Reason.SHARED, storage.nbytes)
 
     def offload(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
@@ -325,7 +278,7 @@ class StorageRegistry:
         if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
             return None
         found = storage_behind(storage.resources.weak)
-        if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
+        if found is None or self.at(address(found)) is not storage:
             return None
         return found
 
@@ -358,7 +311,7 @@ def unpack(saved: Saved) -> torch.Tensor:
         except torch.OutOfMemoryError as error:
             explain(error)
             raise
-    alias, version = saved[:2]
+    alias, version, _ = saved
     if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
         raise changed(alias, alias.size(), version)
     return alias

@@ -18,7 +18,7 @@ from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
 from .statistics import Reason
-from .storage import Residency, ResidentStorage, SavedStorage
+from .storage import Residency, SavedStorage
 from .transfer import CopyOut, Transfers
 
 
@@ -83,7 +83,6 @@ class Layer:
         self.waiting_bytes = 0
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.
         self.unwritten_by = -1
-        self.residents: list[weakref.ref[ResidentStorage]] = []
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -202,7 +201,7 @@ class Layer:
     @property
     def freed(self) -> bool:
         """Whether autograd holds no storage of this layer any more: its backward has run, or its graph is gone."""
-        return not self.living() and all(ref() is None for ref in self.residents)
+        return not self.living()
 
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""
@@ -211,18 +210,18 @@ class Layer:
 
 # What is kept
 
-# A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
+# A saved tensor that is kept on the device: an alias, its version, and the token of its layer.
 # A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[ResidentStorage, ...]]
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken]
 
 
-def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[ResidentStorage, ...] = ()) -> Kept:
+def keep(tensor: torch.Tensor, token: LivenessToken) -> Kept:
     """Hold a tensor that is kept on the device."""
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
     itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
     alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
-    return alias, version_of(tensor), token, residents
+    return alias, version_of(tensor), token
 
 
 # Copies

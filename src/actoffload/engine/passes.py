@@ -366,7 +366,9 @@ class ModelPass(Pass, Generic[Key]):
             self._region_saved = False
         if self._between.storages or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
-            self._adopt(layer, {address(memory) for memory in storages})
+            # A group that stays, as do all that follow, has no use for them.
+            leaves = layer.index <= self.roles.last_leaving or not self.settled
+            self._adopt(layer, {address(memory) for memory in storages} if leaves else set())
             if not graph:
                 self._inputs |= {address(memory): StorageRef(memory) for memory in storages}
         return layer
@@ -416,8 +418,8 @@ class ModelPass(Pass, Generic[Key]):
 
     def _pack_outside(self, withheld: bool, limit: Limit, around: list[torch.Tensor], tensor: torch.Tensor) -> Saved:
         """Pack a tensor that no group saves, a part of the wrappers `around`, outermost first."""
-        layer, because = (self._withheld, Reason.KEPT) if withheld else (self._between, Reason.OUTSIDE)
-        registry, token = self.registry, layer.token
+        layer = self._withheld if withheld else self._between
+        token = layer.token
         assert token is not None
         if type(tensor) is torch.Tensor and tensor.numel() < limit.surely:
             reason: Reason | None = Reason.SMALL
@@ -431,19 +433,11 @@ class ModelPass(Pass, Generic[Key]):
             self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
             return keep(tensor, token)
         late = None if withheld else self._late(tensor)
-        behind = len(self.layers) > self.roles.last_leaving and self.settled and not self.engine.follows_all
-        if late is None and behind:
-            known = registry.resident_at(address(tensor.untyped_storage()))
-            resident = registry.resident(layer, tensor)
-            if resident is not None:
-                if known is None:
-                    self._note(because, resident.nbytes)
-                return keep(tensor, token, (resident,))
         saver, before = layer if late is None else late, len(layer.storages)
-        storage, view, probe = registry.save(saver, tensor, self.roles, tuple(map(WrapperVersion.of, around)))
+        storage, view, probe = self.registry.save(saver, tensor, self.roles, tuple(map(WrapperVersion.of, around)))
         if len(layer.storages) > before:
             if withheld:
-                self._note(because, storage.nbytes)
+                self._note(Reason.KEPT, storage.nbytes)
             elif late is None and self.engine.follows_all:
                 self.saved_outside.append((layer.storages[-1], current_module()))
         mine = token if late is None else late.revive()

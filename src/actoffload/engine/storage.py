@@ -16,7 +16,7 @@ from .._torch.tensors import drop_data, same_counter, storage_weakref, version_o
 from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
 from .layout import Piece, View, dense, gaps, loose_pieces, reload_spans
-from .statistics import Counters, Reason
+from .statistics import Reason
 from .transfer import CopyOut, PassDevice
 
 
@@ -402,6 +402,7 @@ class SavedView:
     def __post_init__(self) -> None:
         # [keep: host copy]
         # [keep: resident tensor]
+        # [keep: pass of a tensor]
         self.version = version_of(self.probe)
 
     def unpack(self) -> torch.Tensor:
@@ -409,14 +410,3 @@ class SavedView:
         if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
             raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
-
-
-class ResidentStorage:
-    """A storage that is kept on the device; what autograd holds for the tensors on it in one pass refers to this."""
-
-    __slots__ = ("__weakref__", "_resources", "nbytes")
-
-    def __init__(self, nbytes: int, counters: Counters) -> None:
-        self.nbytes = nbytes
-        self._resources = Resources.of(self, freed=counters.freed)
-        counters.saved(nbytes, self._resources)

@@ -170,8 +170,7 @@ class Conductor:
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
         storages = (tensor.untyped_storage() for tensor in leaves(outputs))
         found = {address(storage): storage.nbytes() for storage in storages}
-        at, resident_at = owner.registry.at, owner.registry.resident_at
-        kept = sum(nbytes for key, nbytes in found.items() if at(key) is None and resident_at(key) is None)
+        kept = sum(nbytes for key, nbytes in found.items() if owner.registry.at(key) is None)
         self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
         self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
 

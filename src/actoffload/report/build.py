@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
-from ..engine.storage import Residency, ResidentStorage
+from ..engine.storage import Residency
 from ..schedule.execution_order import OUTSIDE, GroupKey
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders
@@ -52,12 +52,14 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
     groups, held, memories = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
     inputs = done.inputs if isinstance(done, ModelPass) else ()
-    residents: set[ResidentStorage] = set()  # each counts in the first group that saved it
     for layer, (name, kind) in zip(done.layers, labels, strict=True):
         offloaded, numbers = layer.index not in stay, Counter[str]()
         kept: list[Amounts] = [_amounts(layer.kept)]
         for storage in layer.living():
-            if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
+            first = min(storage.layers)
+            if first != layer.index:  # [guard: storage that several groups saved]
+                if offloaded and first in stay:
+                    kept.append({Reason.SHARED: (1, storage.nbytes)})
                 continue
             shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
             copied = storage.bytes_copied
@@ -76,11 +78,6 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 held.append(HeldStorage(name, storage.nbytes, is_input=address(memory) in inputs))
                 numbers["bytes_not_freed"] += storage.nbytes
                 freed -= storage.nbytes
-        for resident in filter(None, (ref() for ref in layer.residents)):
-            if resident not in residents:  # [guard: kept storage that several groups saved -> True]
-                residents.add(resident)
-                numbers.update(storages=1, bytes_saved=resident.nbytes)
-                expected += resident.nbytes if offloaded else 0
         more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
         recomputed = layer.recomputed is not None
         groups.append(GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more))
@@ -106,9 +103,7 @@ def _amounts(counts: Mapping[Reason, Sequence[int]]) -> Amounts:
 
 def on_device(layer: Layer) -> int:
     """Return the bytes of what a layer saved that are on the device."""
-    storages = (storage for storage in layer.living() if storage.residency is not Residency.HOST)
-    residents = {resident for ref in layer.residents if (resident := ref()) is not None}
-    return sum(storage.nbytes for storage in storages) + sum(resident.nbytes for resident in residents)
+    return sum(storage.nbytes for storage in layer.living() if storage.residency is not Residency.HOST)
 
 
 # The passes of a model or of a context

@@ -33,7 +33,6 @@ from ..schedule.timeline import Kind
 
 LONGEST = 0.1
 """Seconds for which the device is kept busy at most before a group."""
-KEPT = -1  # the place of a storage that is kept on the device
 SHARERS = 2
 """Number of groups with which a storage may be saved and still count in one of them."""
 
@@ -257,31 +256,24 @@ def spans(times: Times, kind: Kind, groups: Iterable[int], now: float) -> dict[i
 
 def _on_device(owner: Pass) -> int:
     """Return the bytes of the saved activations of a pass that are on the device and can be offloaded."""
-    residents = {resident for layer in owner.layers for ref in layer.residents if (resident := ref())}
-    saved = sum(resident.nbytes for resident in residents)
-    for layer in owner.layers:
-        for storage in layer.living():
-            if _counts_in(storage, layer) and storage.residency is not Residency.HOST:
-                saved += storage.nbytes
-    return saved
+    return sum(
+        storage.nbytes
+        for layer in owner.layers
+        for storage in layer.living()
+        if _counts_in(storage, layer) and storage.residency is not Residency.HOST
+    )
 
 
 def saved_in(layers: Sequence[Layer]) -> list[tuple[tuple[int, int], ...]]:
-    """Return for each layer the place and the bytes of what counts in it; what is kept on the device is at `KEPT`.
-
-    What several layers save counts in the last of them.
-    """
-    counted, found = set[object](), []
-    for layer in reversed(layers):
-        residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
-        counted.update(residents)
-        own = [
+    """Return for each layer the place and the bytes of each storage that counts in it."""
+    return [
+        tuple(
             (place, storage.nbytes)
             for place, ref in enumerate(layer.storages)
             if (storage := ref()) is not None and _counts_in(storage, layer)
-        ]
-        found.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
-    return found[::-1]
+        )
+        for layer in layers
+    ]
 
 
 def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
