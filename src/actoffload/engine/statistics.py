@@ -128,13 +128,7 @@ class Counters:
         """Count a storage that was saved, and is on the device."""
         self.tensors_saved += 1
         self.bytes_saved += nbytes
-        if dropped or self.freed:
-            self._settle()
-        # No call in between: see [Note: finalizers].
-        resources.nbytes = nbytes
-        self.resident += nbytes
-        if self.resident > self._peak:
-            self._peak = self.resident
+        self.rise(nbytes, resources)
 
     def reloaded(self, count: int, nbytes: int, *, on_demand: bool) -> None:
         """Count storages that are reloaded."""

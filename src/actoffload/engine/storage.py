@@ -289,7 +289,8 @@ class SavedStorage:
         self._copied_in = copied_in
         self._clean = [version_of(buffer) for _, _, buffer in buffers]
         resources.fence = (copied_in,)  # [guard: fence of returned host memory]
-        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in
+        layer = min(self.layers, default=0)
+        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in, layer
 
     def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
         return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
@@ -337,8 +338,9 @@ class SavedStorage:
             transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
             self._awaited = True
         for user in self._users:
+            position = transfers.position(user)
             # [wait: dropping for use on another stream]
-            transfers.join(self.stream, (), transfers.position(user))
+            transfers.wait(self.stream, position, position.captured)
         self._buffers = self._users = ()
         self.resources.in_flight = None
         self.__class__ = self.at_rest

@@ -31,8 +31,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -44,8 +44,6 @@ from .host_pool import HostBuffer, HostPool
 from .statistics import Counters, TimelineRecorder
 
 D2H, H2D, COMPUTE = 0, 1, 2
-
-_position = partial(tuple.__new__, StreamPosition)  # without the Python frame of a named tuple's constructor
 
 
 class CopyOut(NamedTuple):
@@ -94,13 +92,12 @@ class Transfers:
         self.out: Stream = link.out
         self.back: Stream = link.back
         self.recorder: TimelineRecorder | None = None
-        self._orders = link.orders
 
     def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
         """Return a position at the present end of a stream; `captured` saves asking, where the caller knows."""
         if captured is None:
             captured = self.backend.capturing()
-        return _position((self.backend.record(stream), lane, next(self._orders), captured))
+        return StreamPosition(self.backend.record(stream), lane, next(self.link.orders), captured)
 
     def wait(self, stream: Stream, position: StreamPosition, captured: bool) -> None:
         """Let a stream wait for a position, unless the border of a capture lies between; see [Note: capture]."""
@@ -108,24 +105,15 @@ class Transfers:
             # [wait: any]
             self.backend.wait(stream, position.event)
 
-    def join(
-        self,
-        compute: Stream,
-        others: Sequence[Stream],
-        position: StreamPosition,
-        layer: int | None = None,
-        captured: bool | None = None,
-    ) -> None:
+    def _span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> AbstractContextManager[None]:
+        """Record what a stream does in a ``with`` block as one span, if a step is recorded."""
+        return nullcontext() if self.recorder is None else self.recorder.span(kind, layer, stream, nbytes)
+
+    def join(self, compute: Stream, others: Sequence[Stream], position: StreamPosition, layer: int) -> None:
         """Let compute, and the other streams of a pass, wait for a transfer before memory changes hands."""
-        if captured is None:
-            captured = self.backend.capturing()
-        recorder = self.recorder
-        if recorder is None or layer is None:
-            if position.captured == captured:  # [guard: release across a capture -> True]
-                self.backend.wait(compute, position.event)  # [wait: compute before memory changes hands]
-        else:
-            with recorder.span(Kind.STALL, layer, compute, 0):
-                self.wait(compute, position, captured)  # [wait: compute before memory changes hands, recorded]
+        captured = self.backend.capturing()
+        with self._span(Kind.STALL, layer, compute, 0):
+            self.wait(compute, position, captured)  # [wait: compute before memory changes hands]
         if len(others) > 1:
             for stream in others:
                 if stream != compute:
@@ -153,18 +141,12 @@ class Transfers:
                 if position.order > self.link.waited and position.captured == captured:
                     self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
                     self.link.waited = position.order  # [guard: fences waited for]
-        recorder = self.recorder
-        if recorder is None:
+        with self._span(Kind.D2H, layer, self.out, sum(copy.host.nbytes for copy in copies)):
             self.backend.to_host(pairs, self.out)
-        else:
-            with recorder.span(Kind.D2H, layer, self.out, sum(copy.host.nbytes for copy in copies)):
-                self.backend.to_host(pairs, self.out)
 
-    def end_of_copies_out(self, captured: bool | None = None) -> StreamPosition:
+    def end_of_copies_out(self) -> StreamPosition:
         """Return a position after all copies out that are queued so far."""
-        if captured is None:
-            captured = self.backend.capturing()
-        return _position((self.backend.record(self.out), D2H, next(self._orders), captured))
+        return self.position(self.out, D2H)
 
     def begin_reload(self, compute: Stream) -> None:
         """Let copies in start only after compute has reached this point, where their memory was allocated."""
@@ -172,23 +154,14 @@ class Transfers:
 
     def to_device(self, pairs: Pairs, layer: int, captured: bool) -> StreamPosition:
         """Queue a copy in; `begin_reload` came first.  Return its end."""
-        recorder = self.recorder
-        if recorder is None:
+        with self._span(Kind.H2D, layer, self.back, sum(host.nbytes for host, _ in pairs)):
             self.backend.to_device(pairs, self.back)
-        else:
-            with recorder.span(Kind.H2D, layer, self.back, sum(host.nbytes for host, _ in pairs)):
-                self.backend.to_device(pairs, self.back)
-        return _position((self.backend.record(self.back), H2D, next(self._orders), captured))
+        return self.position(self.back, H2D, captured)
 
     def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool, nbytes: int) -> None:
         """Let a stream wait for a copy in of `nbytes` bytes before it reads."""
-        recorder = self.recorder
-        if recorder is None:
-            if copied_in.captured == captured:  # [guard: use across a capture -> True]
-                self.backend.wait(stream, copied_in.event)  # [wait: use for the copy in]
-        else:
-            with recorder.span(Kind.STALL, layer, stream, nbytes):
-                self.wait(stream, copied_in, captured)  # [wait: use for the copy in, recorded]
+        with self._span(Kind.STALL, layer, stream, nbytes):
+            self.wait(stream, copied_in, captured)  # [wait: use for the copy in]
 
 
 @dataclass(slots=True)
