@@ -63,9 +63,7 @@ INSTEAD: dict[str, str] = {
     "keep: pass of a tensor": f"self.version = version_of(self.probe); self.owner = {WEAK.format('self.owner')}",
     "keep: source until copied": "pass",
     "keep: address of the storage": "weak = None",
-    "keep: address of a marked storage": (
-        "kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"
-    ),
+    "keep: address of a marked storage": ("kept.add(storage, __import__('types').SimpleNamespace(expired=False))"),
     "keep: address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),

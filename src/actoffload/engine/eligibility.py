@@ -10,8 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.nn import Module, Parameter
@@ -260,70 +259,38 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided)
 
 
-class _Read(NamedTuple):
-    """What the tables of a model held.
-
-    There is no reference to a tensor, also no weak one: `torch.utils.swap_tensors` refuses tensors that have any.
-    """
-
-    modules: list[weakref.ref[Module]]
-    children: list[int]  # identities of the modules in the tables
-    memory: list[_Memory]
-
-
-_Memory: TypeAlias = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
-"""Where the parameters and the buffers of a module are."""
-
-
-def _memory_of(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[_Memory]:
-    """Return where the parameters and buffers in the tables of some modules are, of those that have any."""
-    return [
-        (
-            [_addresses(tensor) for tensor in parameters.values() if tensor is not None],
-            [_addresses(tensor) for tensor in buffers.values() if tensor is not None],
-        )
-        for parameters, buffers, _ in tables
-        if parameters or buffers
-    ]
-
-
-def _children_in(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[int]:
-    """Return the identities of the modules in the tables of some modules."""
-    return list(map(id, chain.from_iterable([children.values() for _, _, children in tables if children])))
-
-
 class ModelTensors:
     """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
-    Looking into all tables of a model takes longer than packing all that its layers save.  So what an earlier pass has
-    read is used again if every table still holds the same modules, and tensors in the same memory; and where that was
-    so, it is looked at every `TRUSTED` passes only.  Until then, memory that has just become a buffer may be copied.
+    Looking into all tables of a model takes longer than packing all that its layers save.  So once two passes in a row
+    have read the same, most others use it as it is: of `TRUSTED` passes one reads.  Until then, memory that has just
+    become a buffer may be copied.
     """
 
     TRUSTED = 8
 
     def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
+        # No reference to a tensor, also no weak one: `torch.utils.swap_tensors` refuses tensors that have any.
         self._model = weakref.ref(model)
         # A pass that asked nothing read nothing.
         self._earlier: ModelTensors | None = (
             earlier if earlier is None or earlier._reasons is not None else earlier._earlier
         )
         self._reasons: dict[int, Reason] | None = None
-        self._read_from: _Read | None = None
-        self._trusted = 0  # number of passes in which it is used as it is
-        self.sharded = False
+        self._trusted = 0  # number of later passes that use it as it is
+        self.sharded = False  # parameters are replaced in each pass
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if the model did not own it."""
         if self._reasons is None:
             earlier, self._earlier = self._earlier, None
-            trusted = 0 if earlier is None else earlier._trusted
-            # [guard: tensors of an earlier pass -> True]
-            if earlier is not None and (trusted or earlier._is_current()):
-                self._reasons, self._read_from = earlier._reasons, earlier._read_from
-                self._trusted = (trusted or self.TRUSTED) - 1
+            if earlier is not None and earlier._trusted:
+                self._reasons, self._trusted = earlier._reasons, earlier._trusted - 1
             else:
                 self._read()
+                # [guard: tensors of an earlier pass -> True]
+                if earlier is not None and not self.sharded and self._reasons == earlier._reasons:
+                    self._trusted = self.TRUSTED - 1
         assert self._reasons is not None
         return self._reasons.get(key)
 
@@ -332,66 +299,30 @@ class ModelTensors:
         modules = [] if model is None else _modules_in(model)
         self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
-        if self.sharded:  # parameters are replaced in each pass
-            return
-        tables = list(map(registered, modules))
-        self._read_from = _Read(list(map(weakref.ref, modules)), _children_in(tables), _memory_of(tables))
-
-    def _is_current(self) -> bool:
-        """Return whether the model still holds what was read."""
-        read = self._read_from
-        if self._reasons is None or read is None:
-            return False
-        modules = [ref() for ref in read.modules]
-        if None in modules:
-            return False
-        tables = list(map(registered, modules))  # type: ignore[arg-type]
-        if _children_in(tables) != read.children:  # [guard: module added or replaced since]
-            return False
-        return _memory_of(tables) == read.memory  # [guard: memory of a parameter replaced since -> True]
 
 
 class GroupTensors(ModuleTensors):
     """The parameters and buffers of the model, and those that a group of it got from a sharding wrapper meanwhile."""
 
-    __slots__ = ("_group", "_model", "_samples")
+    __slots__ = ("_group", "_model")
 
     def __init__(self, group: Module | None, model: ModelTensors) -> None:
         super().__init__()
         self._group = group
         self._model = model
-        self._samples: list[list[Any]] | None = None  # a sharded module, where a parameter of it is, which was there
 
     def forget(self) -> None:
         """Drop the references to the modules; the group has ended."""
         super().forget()
-        self._group = self._samples = None
+        self._group = None
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if neither owns it."""
         found = self._model.reason(key)
         if found is not None or not self._model.sharded or self._group is None:
             return found
-        if self._samples is None:
-            self.enter(self._group)
-            self._samples = [[unit, *where, None] for unit in _modules_in(self._group) if (where := _sample(unit))]
-        for sample in self._samples:
-            unit, table, name, before = sample
-            sample[3] = table.get(name)
-            if sample[3] is not before:  # all parameters of a sharded module are replaced together
-                self.enter(unit)
+        self.enter(self._group)  # modules in it may have got their parameters since the last question
         return super().reason(key)
-
-
-def _sample(unit: Module) -> tuple[Mapping[str, Any], str] | None:
-    """Return where a parameter is that is sharded with a module; None for modules that are not sharded themselves."""
-    waiting = [unit] if hasattr(type(unit), RESHARD) else []
-    while waiting:
-        parameters, _, children = registered(waiting.pop())
-        if parameters:
-            return parameters, next(iter(parameters))
-        waiting += [child for child in children.values() if child is not None and not hasattr(type(child), RESHARD)]
-    return None
 
 
 # Marks of the program
@@ -422,22 +353,41 @@ class Final:
     whole: bool
     wrappers: Wrappers = ()
 
+    @property
+    def expired(self) -> bool:
+        """Whether the memory is freed."""
+        return self.storage.expired
 
+
+M = TypeVar("M", StorageRef, Final)
 _marks_lock = threading.Lock()
-kept: dict[int, StorageRef] = {}  # by address; the caller of a look-up holds the storage that lies there now
-finals: dict[int, Final] = {}
-_sweep_at = {"kept": 64, "final": 64}
+
+
+class Marks(dict[int, M]):
+    """Marks of storages by address; the caller of a look-up holds the storage that lies there now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sweep_at = 64
+
+    def add(self, storage: torch.UntypedStorage, mark: M) -> None:
+        """Add the mark of a storage, and now and then drop those of storages that are gone."""
+        with _marks_lock:
+            self[address(storage)] = mark
+            if len(self) >= self._sweep_at:  # [guard: sweep of marks]
+                for key in [key for key, each in self.items() if each.expired]:
+                    del self[key]
+                self._sweep_at = 2 * len(self) + 64
+
+
+kept = Marks[StorageRef]()
+finals = Marks[Final]()
 
 
 def mark_kept(tensor: torch.Tensor) -> None:
     """Note that a tensor's storage stays on the device."""
     storage = tensor.untyped_storage()
-    with _marks_lock:
-        kept[address(storage)] = StorageRef(storage)  # [keep: address of a marked storage]
-        if len(kept) >= _sweep_at["kept"]:  # [guard: sweep of kept marks]
-            for key in [key for key, weak in kept.items() if weak.expired]:
-                del kept[key]
-            _sweep_at["kept"] = 2 * len(kept) + 64
+    kept.add(storage, StorageRef(storage))  # [keep: address of a marked storage]
 
 
 def mark_final(
@@ -445,14 +395,9 @@ def mark_final(
 ) -> None:
     """Note that a tensor's storage is final after an event, unless one of the wrappers around it is changed."""
     storage = tensor.untyped_storage()
-    with _marks_lock:
-        # [keep: address of a final storage]
-        note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
-        finals[address(storage)] = note
-        if len(finals) >= _sweep_at["final"]:  # [guard: sweep of final marks]
-            for key in [key for key, note in finals.items() if note.storage.expired]:
-                del finals[key]
-            _sweep_at["final"] = 2 * len(finals) + 64
+    # [keep: address of a final storage]
+    note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
+    finals.add(storage, note)
 
 
 def take_final(key: int, version: int) -> Final | None:
