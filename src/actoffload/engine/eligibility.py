@@ -31,8 +31,6 @@ MIN_ELEMENTS = 256 * 1024
 
 LARGEST_ELEMENT = 16  # [guard: largest element]
 
-_types: dict[torch.device, str] = {}  # the attribute of a device builds a string each time
-
 
 class Limit(NamedTuple):
     """Tensors with fewer elements, or fewer bytes, stay."""
@@ -59,11 +57,7 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
     count = tensor.numel()
     if count < limit.elements or count * tensor.itemsize < limit.nbytes:
         return Reason.SMALL
-    device = tensor.device
-    type_ = _types.get(device)
-    if type_ is None:
-        type_ = _types[device] = device.type
-    if type_ != backend.type:
+    if tensor.device.type != backend.type:
         return Reason.DEVICE
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
@@ -98,17 +92,13 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
                 return Reason.PARAMETER
             if leaf.requires_grad:
                 return Reason.LEAF
-    # Autocast is off inside of the operations that it has cast for, so whether it is on says nothing.
-    is_cast = tensor.requires_grad and is_cast_of_parameter(tensor if base is None else base)
-    return Reason.PARAMETER if is_cast else None
-
-
-def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
-    node = tensor.grad_fn
-    if node is None or type(node).__name__ not in CASTS:
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
+    # A parameter in another dtype, as autocast makes, or one that a backward has transposed.  Autocast is off inside of
+    # the operations that it has cast for, so whether it is on says nothing.
+    node = (tensor if base is None else base).grad_fn if tensor.requires_grad else None
+    if node is not None and type(node).__name__ in CASTS:
+        source = getattr(node.next_functions[0][0], "variable", None)
+        return Reason.PARAMETER if isinstance(source, Parameter) else None
+    return None
 
 
 # Parameters and buffers of modules
@@ -179,19 +169,25 @@ def _modules_in(root: Module) -> list[Module]:
     return list(found)
 
 
-class _RunningLayers(threading.local):
-    """The layers whose modules run in this thread, innermost last."""
+class _Running(threading.local):
+    """The contexts that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.layers: list[ModuleTensors] = []
+        self.layers: list[ModuleTensors] = []  # what the modules own that run in them, except in those of models
+        self.backends: list[Backend] = []
 
 
-_running = _RunningLayers()
+running = _Running()
+
+
+def enabled() -> bool:
+    """Whether this thread is inside an enabled context."""
+    return bool(running.backends)
 
 
 def _entered(module: Module, *more: Any) -> None:
-    if not torch.compiler.is_dynamo_compiling() and _running.layers:
-        _running.layers[-1].enter(module)
+    if not torch.compiler.is_dynamo_compiling() and running.layers:
+        running.layers[-1].enter(module)
 
 
 class ModuleCalls:
@@ -237,14 +233,14 @@ _calls = ModuleCalls()
 
 def watch(owned: ModuleTensors) -> None:
     """Note every module that runs in this thread, until `unwatch`."""
-    _running.layers.append(owned)
+    running.layers.append(owned)
     _calls.add_user(owned)
 
 
 def unwatch(owned: ModuleTensors) -> None:
     """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
-    if owned in _running.layers:
-        _running.layers.remove(owned)
+    if owned in running.layers:
+        running.layers.remove(owned)
     owned.forget()
     _calls.remove_user(owned)
 
@@ -408,18 +404,3 @@ def take_final(key: int, version: int) -> Final | None:
     if note.version != version:  # [guard: edit after start_offload]
         return None
     return note
-
-
-class _Contexts(threading.local):
-    """The kinds of device of the contexts that this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.backends: list[Backend] = []
-
-
-running = _Contexts()
-
-
-def enabled() -> bool:
-    """Whether this thread is inside an enabled context."""
-    return bool(running.backends)

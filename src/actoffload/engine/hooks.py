@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 
 from .._torch.autograd import next_node, saved_as_input
-from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
+from .._torch.modules import NOT_COMPILED, current_module, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
     Wrappers,
@@ -33,10 +33,10 @@ from .._torch.subclasses import (
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import StreamPosition
-from ..schedule.execution_order import Roles
+from ..schedule.execution_order import OUTSIDE, Roles
 from .eligibility import finals, mark_kept, stays, take_final
 from .engine import Engine
-from .layer import Kept, Layer, LivenessToken, keep, queue_copies
+from .layer import Kept, Layer, keep, queue_copies
 from .layout import View
 from .statistics import Reason
 from .storage import Owner, Residency, SavedStorage, SavedView
@@ -51,35 +51,15 @@ Saved: TypeAlias = Kept | SavedView | Compound  # what autograd holds in place o
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
-def pack_parts(
-    tensor: torch.Tensor, around: list[torch.Tensor], pack: Pack, token: LivenessToken
-) -> Kept | Compound | None:
-    """Take a compound tensor apart and pack each part, during which it is the last in `around`.
-
-    Return None if it cannot be taken apart.
-    """
-    taken = take_apart(tensor)
-    if taken is None:
-        return None
-    for part in ragged_parts(tensor):
-        mark_kept(part)
-    parts, build = taken
-    around.append(tensor)
-    try:
-        saved = {name: pack(as_part(part)) for name, part in parts.items()}
-    finally:
-        around.pop()
-    if all(isinstance(part, tuple) for part in saved.values()) and saved_as_input(tensor):
-        return tensor, version_of(tensor), token  # building it anew takes longer
-    return Compound(WrapperVersion.of(tensor), tensor.size(), saved, build)
-
-
 class PassState(Owner, Protocol):
     """What a `Packer` uses of a pass."""
 
     engine: Engine
     registry: StorageRegistry
     roles: Roles
+
+    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
+        """Return the layer that saves a tensor while `layer` is the current one."""
 
 
 class Packer:
@@ -94,13 +74,11 @@ class Packer:
     def take_for(self, owner: PassState, layer: Layer) -> None:
         """Pack for a layer of a pass from here on."""
         assert layer.token is not None
-        engine, roles, index = owner.engine, owner.roles, layer.index
-        limit = engine.limit()
-        self._owner, self._layer, self._index = owner, layer, index
+        engine, limit = owner.engine, owner.engine.limit()
+        self._owner, self._layer = owner, layer
         self._around: list[torch.Tensor] = []  # the wrappers whose parts are packed now, outermost first
-        self._engine, self._registry, self._roles, self._limit = engine, owner.registry, roles, limit
-        self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
-        self._small = layer.small
+        self._engine, self._registry, self._roles, self._limit = engine, owner.registry, owner.roles, limit
+        self._token, self._owned, self._small = layer.token, layer.owned, layer.small
         self._smallest = limit.surely
         self._aside = None
 
@@ -128,7 +106,7 @@ class Packer:
         elif kind is not torch.Tensor:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is Reason.SUBCLASS and is_compound(tensor):
-                packed = pack_parts(tensor, self._around, self.pack, self._token)
+                packed = self._pack_parts(tensor)
                 if packed is not None:
                     return packed
         elif tensor.numel() < self._smallest:
@@ -144,18 +122,31 @@ class Packer:
         if reason is not None:
             return self.keep(tensor, reason)
         wrappers = tuple(map(WrapperVersion.of, self._around))
-        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
-        return SavedView(self._owner, self._index, storage, view, probe, self._token)
+        layer = self._owner.saver(self._layer, tensor)
+        storage, view, probe = self._registry.save(layer, tensor, self._roles, wrappers)
+        return SavedView(self._owner, layer.index, storage, view, probe, layer.revive())
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
         """Return what autograd holds in place of a tensor that stays on the device."""
-        count = self._kept.get(reason)
-        if count is None:
-            count = self._kept[reason] = [0, 0]
-        count[0] += 1
-        if tensor.layout is STRIDED:
-            count[1] += tensor.nbytes
+        self._layer.note(reason, tensor.nbytes if tensor.layout is STRIDED else 0)
         return keep(tensor, self._token)
+
+    def _pack_parts(self, tensor: torch.Tensor) -> Kept | Compound | None:
+        """Take a compound tensor apart and pack each part; return None if it cannot be taken apart."""
+        taken = take_apart(tensor)
+        if taken is None:
+            return None
+        for part in ragged_parts(tensor):
+            mark_kept(part)
+        parts, build = taken
+        self._around.append(tensor)
+        try:
+            saved = {name: self.pack(as_part(part)) for name, part in parts.items()}
+        finally:
+            self._around.pop()
+        if all(isinstance(part, tuple) for part in saved.values()) and saved_as_input(tensor):
+            return tensor, version_of(tensor), self._token  # building it anew takes longer
+        return Compound(WrapperVersion.of(tensor), tensor.size(), saved, build)
 
 
 opaque(Packer.pack)
@@ -210,6 +201,8 @@ class StorageRegistry:
                 self.storages[key] = ref = storage.resources
             if index not in storage.layers:
                 layer.storages.append(ref)
+                if index == OUTSIDE and self._engine.follows_all:
+                    layer.savers.append((ref, current_module()))
                 storage.layers[index] = storage.residency is Residency.HOST
                 if roles.planned and len(storage.layers) > 1:
                     self._count_shared(storage, stays, roles)

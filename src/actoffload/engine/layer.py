@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from .._torch.autograd import saved_as_input
 from .._torch.modules import NOT_COMPILED, opaque
@@ -17,7 +17,7 @@ from .._torch.tensors import version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors
-from .statistics import Reason
+from .statistics import Counters, Reason
 from .storage import Residency, SavedStorage
 from .transfer import CopyOut, Transfers
 
@@ -79,6 +79,8 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
+        # Of the layer of what is saved in no layer: in which modules; filled while a step is recorded.
+        self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self.waiting: list[weakref.ref[SavedStorage]] = []  # their copies are queued together, see `Backend.batch`
         self.waiting_bytes = 0
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.
@@ -127,10 +129,21 @@ class Layer:
         self.token = None  # from here on the graph alone keeps this layer alive
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
-        self.kept.pop(Reason.SMALL, None)
+        return self.offload() if self.eager else []
+
+    def note(self, reason: Reason, nbytes: int) -> None:
+        """Count a tensor that stays on the device."""
+        count = self.kept.setdefault(reason, [0, 0])
+        count[0] += 1
+        count[1] += nbytes
+
+    def count_kept(self, counters: Counters) -> None:
+        """Add what was kept in its forward, which has ended, to the sums of the engine."""
+        del self.kept[Reason.SMALL]
         if self.small[0]:
             self.kept[Reason.SMALL] = self.small  # behind the others
-        return self.offload() if self.eager else []
+        for reason, (count, nbytes) in self.kept.items():
+            counters.keep(reason, nbytes, count)
 
     def offload(self) -> list[SavedStorage]:
         """Queue the copies of all that is saved; return the storages for which there was no host memory."""

@@ -20,23 +20,22 @@ from functools import partial
 from typing import Any, Generic
 
 import torch
-from torch.nn import Module
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, stands_for_another
-from .._torch.modules import NOT_COMPILED, current_module, opaque
-from .._torch.subclasses import WrapperVersion, is_compound, plain_parts
+from .._torch.modules import NOT_COMPILED, opaque
+from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
 from ..schedule.execution_order import OUTSIDE, ExecutionOrder, Key, Roles
 from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
-from .eligibility import Limit, ModuleTensors, StorageRef, stays
+from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine
-from .hooks import Pack, Packer, Saved, StorageRegistry, pack_parts
-from .layer import Layer, Phase, keep, reload
+from .hooks import Pack, Packer, StorageRegistry
+from .layer import Layer, Phase, reload
 from .layout import View
 from .statistics import Counters, Reason
-from .storage import Residency, SavedStorage, SavedView
+from .storage import Residency, SavedStorage
 
 
 @dataclass(slots=True, eq=False)
@@ -118,8 +117,7 @@ class Pass:
         """End the forward of a layer."""
         with self.lock:
             self.registry.refused(layer.end())
-            for reason, (count, nbytes) in layer.kept.items():
-                self.counters.keep(reason, nbytes, count)
+            layer.count_kept(self.counters)
             self._finish(Kind.FORWARD, layer.index)
             self._event(When.FORWARD_END, layer.index)
 
@@ -131,6 +129,10 @@ class Pass:
         hook = _LayerEnd(weakref.ref(self), layer.index)
         for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
             node.register_prehook(hook)  # [guard: recorded end of a backward]
+
+    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
+        """Return the layer that saves a tensor: the current one."""
+        return layer
 
     def packer(self, layer: Layer) -> Pack:
         """Return the pack hook of a layer: it takes each tensor that autograd saves."""
@@ -322,13 +324,11 @@ class ModelPass(Pass, Generic[Key]):
         partly: bool = False,
     ) -> None:
         self._roles_of = roles_of
-        self._owned = owned
         self.order = order
-        # What was saved between the groups, and by which module; filled while a recorder is installed.
-        self.saved_outside: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
-        self._between = Layer(OUTSIDE, engine.backend.capturing())
-        self._withheld = Layer(OUTSIDE, engine.backend.capturing())
-        self.kept_outside: dict[Reason, list[int]] = {}  # count and bytes
+        # What is saved between the groups, and what modules save whose tensors are kept
+        self.between, self.withheld = (Layer(OUTSIDE, engine.backend.capturing()) for _ in range(2))
+        self.between.owned = self.withheld.owned = owned
+        self.withheld.kept, self.withheld.small = self.between.kept, self.between.small
         self.inputs: frozenset[int] = frozenset()  # addresses of the inputs of the model, which the caller may hold
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
@@ -364,7 +364,7 @@ class ModelPass(Pass, Generic[Key]):
         if graph or self._region_saved:
             self._inputs = {}
             self._region_saved = False
-        if self._between.storages or not graph:
+        if self.between.storages or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
             # A group that stays, as do all that follow, has no use for them.
             leaves = layer.index <= self.roles.last_leaving or not self.settled
@@ -378,31 +378,32 @@ class ModelPass(Pass, Generic[Key]):
         with self.lock:
             for address in addresses:
                 storage = self.registry.at(address)
-                if storage is not None and storage in self._between.living():
+                if storage is not None and storage in self.between.living():
                     storage.layers.pop(OUTSIDE, None)  # [guard: input of a group that was saved between the groups]
                     storage.layers[layer.index] = storage.residency is Residency.HOST
                     self.adopted += storage.nbytes
-                    layer.storages += [ref for ref in self._between.storages if ref() is storage]
+                    layer.storages += [ref for ref in self.between.storages if ref() is storage]
                     if layer.eager:
                         self.registry.offload(layer, storage, ended=False)
-            self._count_between()
+            self._count_outside()
 
-    def _count_between(self) -> None:
-        for storage in self._between.living():
-            if OUTSIDE in storage.layers:
-                self._note(Reason.OUTSIDE, storage.nbytes)
-        self._between.storages.clear()
+    def _count_outside(self) -> None:
+        for layer, reason in ((self.between, Reason.OUTSIDE), (self.withheld, Reason.KEPT)):
+            for storage in layer.living():
+                if OUTSIDE in storage.layers:
+                    layer.note(reason, storage.nbytes)
+            layer.storages.clear()
 
-    def _note(self, reason: Reason, nbytes: int) -> None:
-        count = self.kept_outside.setdefault(reason, [0, 0])
-        count[0] += 1
-        count[1] += nbytes
-        self.counters.keep(reason, nbytes)
+    @property
+    def kept_outside(self) -> dict[Reason, list[int]]:
+        """Count and bytes of what was kept, and not saved by a group, by reason."""
+        return {reason: count for reason, count in self.between.kept.items() if count[0]}
 
     def forward_done(self) -> None:
         """End the forward of the model: from here on the plan is that of what really ran."""
         with self.lock:
-            self._count_between()
+            self._count_outside()
+            self.between.count_kept(self.counters)
             self._inputs = {}
             if not self.order.complete and self.order.started:
                 self.follow(self._roles_of(tuple(self.order.started)))
@@ -412,48 +413,14 @@ class ModelPass(Pass, Generic[Key]):
                 for layer in offloading:
                     layer.release()
 
-    def packer_outside(self, *, withheld: bool = False) -> Pack:
-        """Return the pack hook for what no group saves; `withheld`: what modules save whose tensors are kept."""
-        return partial(self._pack_outside, withheld, self.engine.limit(), [])
-
-    def _pack_outside(self, withheld: bool, limit: Limit, around: list[torch.Tensor], tensor: torch.Tensor) -> Saved:
-        """Pack a tensor that no group saves, a part of the wrappers `around`, outermost first."""
-        layer = self._withheld if withheld else self._between
-        token = layer.token
-        assert token is not None
-        if type(tensor) is torch.Tensor and tensor.numel() < limit.surely:
-            reason: Reason | None = Reason.SMALL
-        else:
-            reason = stays(tensor, self.backend, self._owned, limit)
-            if reason is Reason.SUBCLASS and is_compound(tensor):
-                packed = pack_parts(tensor, around, partial(self._pack_outside, withheld, limit, around), token)
-                if packed is not None:
-                    return packed
-        if reason is not None:
-            self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
-            return keep(tensor, token)
-        late = None if withheld else self._late(tensor)
-        saver, before = layer if late is None else late, len(layer.storages)
-        storage, view, probe = self.registry.save(saver, tensor, self.roles, tuple(map(WrapperVersion.of, around)))
-        if len(layer.storages) > before:
-            if withheld:
-                self._note(Reason.KEPT, storage.nbytes)
-            elif late is None and self.engine.follows_all:
-                self.saved_outside.append((layer.storages[-1], current_module()))
-        mine = token if late is None else late.revive()
-        return SavedView(self, saver.index, storage, view, probe, mine)
-
-    def _late(self, tensor: torch.Tensor) -> Layer | None:
+    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""
-        ref = self._inputs.get(address(tensor.untyped_storage()))
+        ref = self._inputs.get(address(tensor.untyped_storage())) if layer is self.between else None
         if ref is None or ref.expired:
-            return None
+            return layer
         self._region_saved = True  # [guard: region that has saved its inputs]
         self.adopted += tensor.nbytes
         return self.layers[-1]
-
-
-opaque(ModelPass._pack_outside)
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

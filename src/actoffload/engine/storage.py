@@ -383,7 +383,7 @@ opaque(StorageInFlight.__del__)
 
 
 class Owner(Protocol):
-    """The pass of a saved storage."""
+    """The pass of a saved tensor."""
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device."""

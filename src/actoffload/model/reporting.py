@@ -104,7 +104,8 @@ def _lines(
                 own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
                 saved[name] = max(on_device(layer), own)
                 refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
-            outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1]
+            # What was saved since the last group is not counted yet.
+            outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1] + on_device(done.between)
 
     # What holds the memory
     weights = [*model.parameters(), *model.buffers()]

@@ -23,7 +23,7 @@ from .._torch.modules import opaque, tracing
 from .._torch.tensors import leaves
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
-from ..engine.hooks import Pack, Packer, unpack
+from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
@@ -58,7 +58,6 @@ class ThreadState(threading.local):
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
         self.packer = Packer()
-        self.between: Pack | None = None  # packs what no group saves
 
 
 DELETED = (
@@ -178,7 +177,6 @@ class Tracker:
                 settings.begun(current)
             thread.current, self._latest = current, ref(current)
         thread.packer = Packer()
-        thread.between = current.packer_outside()
         thread.backends = len(running.backends)
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         if not thread.scoped:
@@ -227,10 +225,9 @@ class Tracker:
         if thread.scoped and not self._install_here(current, call):
             return
         if followed.role is ROOT:
-            assert thread.between is not None
-            thread.packer.take_aside(thread.between)
+            thread.packer.take_for(current, current.between)
         elif followed.role is KEPT:
-            thread.packer.take_aside(current.packer_outside(withheld=True))
+            thread.packer.take_for(current, current.withheld)
         else:
             assert call.layer is not None
             if call.replay is None:
@@ -242,9 +239,8 @@ class Tracker:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
-        assert thread.between is not None
         if not hooks.suspend():  # [guard: hooks of the group before]
-            thread.packer.take_aside(thread.between)  # hooks of the program were installed in the group before
+            thread.packer.take_for(current, current.between)  # the group before installed hooks of the program
             return False
         if call.layer is None or saved_tensor_hooks() is not None:
             return False
@@ -305,9 +301,10 @@ class Tracker:
         finally:
             if not depth:
                 self._end_forward(finished=False)  # [guard: end of a failed forward]
-            elif thread.between is not None:
+            elif thread.hooks is not None and thread.current is not None:
                 # The model may handle the exception.
-                thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
+                # [guard: packer after a handled exception]
+                thread.packer.take_for(thread.current, thread.current.between)
 
     def explain(self, error: BaseException, *, certain: bool = False) -> None:
         """Add a note to an out-of-memory error: what holds the memory, and what would help.
@@ -342,7 +339,6 @@ class Tracker:
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
         thread.packer.end()  # [guard: pass that the packer refers to]
-        thread.between = None
         thread.hooks = None
         # [guard: end of a loop over the groups -> True]
         if finished or (current.order.complete and not current.aborted):

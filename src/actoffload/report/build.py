@@ -92,7 +92,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
     if not isinstance(done, ModelPass):
         return PassStatistics(report, tuple(done.layers), tuple(memories))
     report = replace(report, outside=_amounts(done.kept_outside))
-    refs = ((ref(), module) for ref, module in done.saved_outside)
+    refs = ((ref(), module) for ref, module in done.between.savers)
     saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
     return PassStatistics(report, tuple(done.layers), tuple(memories), saved_outside)
 
