@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import actoffload
 from actoffload.device import use
+from actoffload.engine.hooks import Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_layers=2 of model_layers=3 leaves one resident layer")
 
@@ -343,7 +344,10 @@ def test_what_autograd_holds_outlives_what_made_it(device: AdversarialDevice, w:
     with layers.context:
         # Called here as autograd would; in a graph, its hooks happen to keep the pass as well.
         current = layers.context.current_pass
-        saved = current.packer(current.layers[-1])(h)
+        packer = Packer()
+        packer.take_for(current, current.layers[-1])
+        saved = packer.pack(h)
+        packer.end()
     layers.context.new_pass()
     del current
     assert torch.equal(saved.unpack(), h)

@@ -110,11 +110,6 @@ def serves(before: Sequence[WrapperVersion], wrappers: Wrappers) -> bool:
     return all(version == 0 or any(wrapper is known for known, _ in before) for wrapper, version in wrappers)
 
 
-def join_wrappers(before: Sequence[WrapperVersion], wrappers: Wrappers) -> Wrappers:
-    """Return the wrappers of a storage with those of one more tensor on it."""
-    return (*before, *(seen for seen in wrappers if seen not in before))
-
-
 # Parts
 
 

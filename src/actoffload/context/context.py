@@ -14,9 +14,9 @@ from .._torch.tensors import leaves
 from .._warnings import warn
 from ..engine.eligibility import running, unwatch, watch
 from ..engine.engine import Engine
-from ..engine.hooks import unpack
+from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer, Phase
-from ..engine.passes import Pass, latest_pass, pass_in_backward
+from ..engine.passes import Pass, pass_in_backward
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..report.build import PassLog, build
 from ..report.report import Report
@@ -87,7 +87,9 @@ class OffloadContext(ContextDecorator):
         layer = current.forward_start()
         current.aborted = True  # until everything is installed
         cursor.backends = len(running.backends)
-        hooks = SavedTensorHooks(current.packer(layer), unpack)
+        packer = Packer()
+        packer.take_for(current, layer)
+        hooks = SavedTensorHooks(packer.pack, unpack)
         try:
             cursor.current, cursor.layer, cursor.inside = current, layer, hooks
             watch(layer.owned)
@@ -182,7 +184,8 @@ class OffloadContext(ContextDecorator):
     @property
     def current_pass(self) -> Pass | None:
         """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any."""
-        return pass_in_backward(self._engine) or self._cursor.current or latest_pass(self._engine)
+        latest = self._engine.latest
+        return pass_in_backward(self._engine) or self._cursor.current or (None if latest is None else latest())
 
     @property
     def plan(self) -> Plan:

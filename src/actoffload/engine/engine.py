@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class Engine:
     lock: Any = field(init=False, default_factory=threading.RLock)
     recorder: TimelineRecorder | None = field(init=False, default=None)
     roles: Roles = field(init=False)
-    number: int = field(init=False, default_factory=count().__next__)
+    # Passes, by weak references: whose backward runs, by autograd's number of it; and the latest one of any thread.
+    in_backward: dict[int, weakref.ref[Any]] = field(init=False, default_factory=dict)
+    latest: weakref.ref[Any] | None = field(init=False, default=None)
     _transfers: dict[torch.device, Transfers] = field(init=False, default_factory=dict)
     _warned: bool = field(init=False, default=False)
 
@@ -54,11 +56,6 @@ class Engine:
             found = self._transfers[device] = Transfers(self.backend, device, self.max_host_bytes, self.stream)
             found.recorder = self.recorder
         return found
-
-    @property
-    def follows_all(self) -> bool:
-        """Whether each saved tensor is followed, because its bytes are recorded."""
-        return self.recorder is not None and self.recorder.levels
 
     def record(self, recorder: TimelineRecorder | None) -> None:
         """Install a recorder, or remove it."""

@@ -25,7 +25,6 @@ from .._torch.subclasses import (
     as_part,
     changed,
     is_compound,
-    join_wrappers,
     ragged_parts,
     serves,
     take_apart,
@@ -201,14 +200,14 @@ class StorageRegistry:
                 self.storages[key] = ref = storage.resources
             if index not in storage.layers:
                 layer.storages.append(ref)
-                if index == OUTSIDE and self._engine.follows_all:
+                if index == OUTSIDE and self._engine.recorder is not None:
                     layer.savers.append((ref, current_module()))
                 storage.layers[index] = storage.residency is Residency.HOST
                 if roles.planned and len(storage.layers) > 1:
                     self._count_shared(storage, stays, roles)
             storage.add(tensor, view, probe)
             if wrappers:
-                storage.wrappers = join_wrappers(storage.wrappers, wrappers)
+                storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
             if backend.checks:
                 backend.saved(tensor, stream)
             note = take_final(key, version) if finals else None

@@ -104,6 +104,7 @@ class Piece:
     stop: int
     elements: View | None = None  # only these elements move; None for the whole stretch
     host: HostBuffer | None = None  # where the copy is
+    typed: torch.Tensor | None = None  # and the copy itself, where one tensor fills the storage and is copied as it is
     # The stretch before rounding.  What rounding brought along was not saved yet: a kernel that tells torch nothing may
     # still write it, so it does not count as held.
     exact: tuple[int, int] = (0, 0)

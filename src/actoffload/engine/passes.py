@@ -31,7 +31,7 @@ from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
 from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine
-from .hooks import Pack, Packer, StorageRegistry
+from .hooks import StorageRegistry
 from .layer import Layer, Phase, reload
 from .layout import View
 from .statistics import Counters, Reason
@@ -70,9 +70,6 @@ opaque(_LayerEnd.__call__, NOT_COMPILED)
 class Pass:
     """One forward and its backward: `OffloadContext.current_pass`, and `in_pass` of the `ManualController`."""
 
-    # Whether all layers came as the plan expects them; otherwise a kept layer may have to be offloaded after all.
-    settled = True
-
     def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
         self.engine = engine
         self.backend: Backend = engine.backend
@@ -92,16 +89,21 @@ class Pass:
         self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
             engine.counters.passes += 1
-            _latest[engine] = weakref.ref(self)
+            engine.latest = weakref.ref(self)
 
     # Forward
 
     @property
     def open(self) -> bool:
         """Whether the next layer that starts belongs to this pass."""
-        if self.aborted or self.backward_begun or len(self.layers) >= self.roles.plan.model_layers:
+        if self.aborted or self.backward_begun or self.complete:
             return False
         return not self.layers or self.layers[-1].continues
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last layer has started."""
+        return len(self.layers) >= self.roles.plan.model_layers
 
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
@@ -133,12 +135,6 @@ class Pass:
     def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor: the current one."""
         return layer
-
-    def packer(self, layer: Layer) -> Pack:
-        """Return the pack hook of a layer: it takes each tensor that autograd saves."""
-        packer = Packer()
-        packer.take_for(self, layer)
-        return packer.pack
 
     def follow(self, roles: Roles) -> None:
         """Go on by another plan, whose layers are those of this pass so far and what is now expected to come.
@@ -218,8 +214,8 @@ class Pass:
         backward.callback = weakref.ref(ended)
         self._backwards[task] = backward
         # After an exception nothing is called; the entry is removed with its pass, see [Note: finalizers].
-        key = self.engine.number, task
-        _in_backward[key] = weakref.ref(self, partial(_in_backward.pop, key))
+        running = self.engine.in_backward
+        running[task] = weakref.ref(self, partial(running.pop, task))
         # A gradient that is taken inside a layer does not end the forward.
         # [guard: forward that continues after its backward]
         # [guard: gradient inside a layer -> True]
@@ -238,7 +234,7 @@ class Pass:
         for k in sorted(backward.started - backward.ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
         del self._backwards[backward.task]
-        _in_backward.pop((self.engine.number, backward.task), None)
+        self.engine.in_backward.pop(backward.task, None)
         reached = backward.started if self._backwards else self._reached
         # A freed graph does not need its layers again; what it has prefetched is for the next part of the backward.
         retained = any(self.layers[k].living() for k in reached)
@@ -260,7 +256,7 @@ class Pass:
     def _event(self, when: When, index: int) -> None:
         recorder = self.engine.recorder
         if recorder is not None:
-            recorder.before_actions()
+            recorder.level()
         if self.observer is not None:
             self.observer(when, index)
         for action in self.roles.actions.get((when._name_, index), ()):
@@ -292,19 +288,9 @@ class Pass:
             self.engine.recorder.finish(self, kind, index)
 
 
-_in_backward: dict[tuple[int, int], weakref.ref[Pass]] = {}  # by the numbers of the engine and of the backward
-_latest: weakref.WeakKeyDictionary[Engine, weakref.ref[Pass]] = weakref.WeakKeyDictionary()
-
-
 def pass_in_backward(engine: Engine) -> Pass | None:
     """Return the pass of an engine whose backward runs in this thread."""
-    ref = _in_backward.get((engine.number, backward_id()))
-    return None if ref is None else ref()
-
-
-def latest_pass(engine: Engine) -> Pass | None:
-    """Return the latest pass of an engine that any thread began, if it still exists."""
-    ref = _latest.get(engine)
+    ref = engine.in_backward.get(backward_id())
     return None if ref is None else ref()
 
 
@@ -338,11 +324,9 @@ class ModelPass(Pass, Generic[Key]):
         super().__init__(engine, roles_of(order.sequence))
 
     @property
-    def open(self) -> bool:
-        """Whether the next group that starts belongs to this pass, if only groups run."""
-        if self.aborted or self.backward_begun or self.order.complete:
-            return False
-        return not self.layers or self.layers[-1].continues
+    def complete(self) -> bool:
+        """Whether the last group that is expected has started."""
+        return self.order.complete
 
     def take_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
         """Note what the model is called with."""
@@ -353,7 +337,6 @@ class ModelPass(Pass, Generic[Key]):
         if not self.order.start(key):
             roles = self._roles_of(self.order.sequence)
             if roles is not self.roles:
-                self.settled = False
                 self.follow(roles)
         layer = self.forward_start()
         layer.owned = owned
@@ -367,7 +350,7 @@ class ModelPass(Pass, Generic[Key]):
         if self.between.storages or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
             # A group that stays, as do all that follow, has no use for them.
-            leaves = layer.index <= self.roles.last_leaving or not self.settled
+            leaves = layer.index <= self.roles.last_leaving
             self._adopt(layer, {address(memory) for memory in storages} if leaves else set())
             if not graph:
                 self._inputs |= {address(memory): StorageRef(memory) for memory in storages}

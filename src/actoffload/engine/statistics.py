@@ -182,8 +182,6 @@ class Counters:
 class TimelineRecorder:
     """Collects the spans of one step; made by `OffloadContext.record_timeline`."""
 
-    levels = True  # every change of the resident bytes is noted, so every saved tensor is followed
-
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend
         self._counters = counters
@@ -225,9 +223,6 @@ class TimelineRecorder:
         begun = self._running.pop(key, None)
         if begun is not None:
             self._spans.append((*key[1:3], begun[1], self._backend.record_timed(begun[0]), 0))
-
-    def before_actions(self) -> None:
-        """Do nothing; a meter notes the memory that an event of the plan finds."""
 
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""

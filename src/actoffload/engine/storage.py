@@ -62,10 +62,8 @@ class SavedStorage:
     _probes: Sequence[torch.Tensor] = ()
     _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
     _source: torch.UntypedStorage | None = None
-    # The host copy, and the device memory into which it is reloaded
-    _typed: torch.Tensor | None = None  # the copy of a plain storage, if it is in one part
-    _host: HostBuffer | None = None  # and the memory of that
-    _pieces: Sequence[Piece] = ()  # all other copies
+    _pieces: Sequence[Piece] = ()  # of the host copy
+    # The device memory into which it is reloaded
     _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()  # first byte, end, memory
     _clean: Sequence[int] = ()  # the versions of the buffers when they were reloaded
     _copied_in: StreamPosition | None = None
@@ -123,7 +121,7 @@ class SavedStorage:
             self.pass_device.counters.keep(Reason.FREED, self.nbytes)
             return []
         found: list[CopyOut] = []
-        before = self._typed, self._host, self._pieces
+        before = self._pieces
         complete = True
         new, plain = self.new, self.plain
         if plain is not None and new and new[0] is plain and not self.bytes_copied:
@@ -145,7 +143,7 @@ class SavedStorage:
         if not complete:
             self.refused = self.pass_device.transfers.pool.refusal
             self.loose = ()
-            self._typed, self._host, self._pieces = before
+            self._pieces = before
             self._return([copy.host for copy in found])
             return None
         self.ready = None
@@ -158,12 +156,8 @@ class SavedStorage:
         host = self.pass_device.transfers.pool.take(self.nbytes, captured=captured, owner=self.resources)
         if host is None:
             return False
-        typed = host.typed((plain.dtype, plain.size, plain.stride))
-        if typed is None:
-            self._add_piece(Piece(0, self.nbytes, None, host), host, found)
-        else:
-            found.append(CopyOut(((typed, self._probes[0]),), host, self.stream, self.ready))
-            self._typed, self._host = typed, host
+        typed = host.typed((plain.dtype, plain.size, plain.stride))  # None if it is in several parts
+        self._add_piece(Piece(0, self.nbytes, None, host, typed), host, found)
         return True
 
     def _copy_missing(self, piece: Piece, found: list[CopyOut], captured: bool) -> bool:
@@ -182,7 +176,11 @@ class SavedStorage:
 
     def _add_piece(self, piece: Piece, host: HostBuffer, found: list[CopyOut]) -> None:
         assert self._source is not None
-        found.append(CopyOut(piece.pairs(self._source, 0, self.pass_device.device), host, self.stream, self.ready))
+        if piece.typed is None:
+            pairs = piece.pairs(self._source, 0, self.pass_device.device)
+        else:
+            pairs = ((piece.typed, self._probes[0]),)
+        found.append(CopyOut(pairs, host, self.stream, self.ready))
         self._pieces = (*self._pieces, piece)
 
     def _return(self, hosts: Sequence[HostBuffer]) -> None:
@@ -208,8 +206,6 @@ class SavedStorage:
         self.refused = "A copy to the host failed."
         hosts = [copy.host for copy in copies]
         self._pieces = tuple(piece for piece in self._pieces if piece.host not in hosts)
-        if self._host in hosts:
-            self._typed = self._host = None
         self._return(hosts)
 
     def release(self, layer: int, awaited: StreamPosition | None = None) -> None:
@@ -248,8 +244,6 @@ class SavedStorage:
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
-        if self._typed is not None:
-            return True
         pieces = self._pieces
         if any(piece.holds(view) for piece in pieces):
             return True
@@ -260,7 +254,7 @@ class SavedStorage:
         device, plain = self.pass_device, self.plain
         transfers = device.transfers
         empty = transfers.backend.empty_device
-        if plain is not None and self._typed is not None:
+        if plain is not None and self._pieces[0].typed is not None:
             nbytes = self.nbytes
             self._buffers = ((0, nbytes, empty(plain.size, plain.stride, plain.dtype, transfers.device)),)
         else:
@@ -275,11 +269,11 @@ class SavedStorage:
 
     def pairs_to_reload(self) -> Pairs:
         """Return what is copied into the memory of `allocate`."""
-        if self._typed is not None:
-            return ((self._typed, self._buffers[0][2]),)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in self._pieces:
             start, buffer = self._buffer_of(piece.start, piece.stop)
+            if piece.typed is not None:
+                return ((piece.typed, buffer),)
             pairs += piece.pairs(buffer.untyped_storage(), start, self.pass_device.device)
         return pairs
 
@@ -319,7 +313,7 @@ class SavedStorage:
         for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
             if version_of(buffer) != version:
                 raise changed(buffer, view.size, version)
-        if view == self.plain and self._typed is not None:
+        if view == self.plain and self._pieces[0].typed is not None:
             return buffer
         start, buffer = self._buffer_of(*view.extent)
         return view.on(buffer, start)

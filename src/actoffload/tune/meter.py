@@ -77,7 +77,6 @@ class Meter(TimelineRecorder):
     the gradients of `modules`.
     """
 
-    levels = False
     measures_model = True  # the device is kept busy, where events would measure the host
 
     def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
@@ -103,12 +102,8 @@ class Meter(TimelineRecorder):
         """Note the end of a group's forward or first backward, where it is noted first."""
         self._note(owner, kind, layer, ends=True)
 
-    def before_actions(self) -> None:
-        """Note the memory that an event of the plan finds."""
-        self.level()
-
     def level(self) -> None:
-        """Note the memory that an action leaves: what it frees or allocates between groups is nothing temporary."""
+        """Note the memory that an action finds and leaves: what it frees or allocates is nothing temporary."""
         if self._between:
             self._take_memory()
 
