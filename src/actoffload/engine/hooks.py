@@ -184,8 +184,8 @@ class StorageRegistry:
         # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
         is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
         with self._lock:
-            if layer.waiting:
-                self._queue_waiting(layer)  # without this tensor: what was saved before is written by now
+            if layer.waiting:  # [guard: copies of what is written by now] not of this tensor
+                self._queue_waiting(layer)
             pass_device = self._devices.get(device)
             if pass_device is None:
                 pass_device = PassDevice(self._engine.transfers(device), self._counters, tensor.device, [])

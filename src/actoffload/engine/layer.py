@@ -139,7 +139,7 @@ class Layer:
 
     def count_kept(self, counters: Counters) -> None:
         """Add what was kept in its forward, which has ended, to the sums of the engine."""
-        del self.kept[Reason.SMALL]
+        self.kept.pop(Reason.SMALL, None)
         if self.small[0]:
             self.kept[Reason.SMALL] = self.small  # behind the others
         for reason, (count, nbytes) in self.kept.items():
