@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, cast
 
-from .._arguments import check_bool, check_fits, check_kind, check_kinds, check_whole
+from .._arguments import check_fits, check_kind, check_kinds, check_whole
 from .._text import (
     Table,
     UnreadableError,
@@ -212,7 +212,7 @@ class Plan(AnyPlan):
         known = {name: value for name, value in times.items() if value is not None}
         check_fits("seconds, 0 or more", lambda value: value >= 0, **known)
         check_kind(str, because=self.because)
-        check_bool(holds=self.holds)
+        check_kind(bool, "True or False", holds=self.holds)
         self._check()
 
     @classmethod
