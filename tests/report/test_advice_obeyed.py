@@ -58,6 +58,7 @@ def measures(report: Report) -> dict[str, float]:
         "coverage": round(report.coverage or 0.0, 3),
         "covered": report.totals.activation_bytes,
         "groups": len(report.offloaded_groups),
+        "eligible": report.totals.bytes_saved,
         "offloaded": offloaded,
         "stalled": -round(stalled, 6),
     }
