@@ -120,10 +120,13 @@ class Packer:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         if reason is not None:
             return self.keep(tensor, reason)
-        wrappers = tuple(map(WrapperVersion.of, self._around))
-        layer = self._owner.saver(self._layer, tensor)
+        layer, wrappers = self._layer, tuple(map(WrapperVersion.of, self._around)) if self._around else ()
+        token = self._token
+        if layer.index == OUTSIDE:
+            layer = self._owner.saver(layer, tensor)
+            token = layer.revive()
         storage, view, probe = self._registry.save(layer, tensor, self._roles, wrappers)
-        return SavedView(self._owner, layer.index, storage, view, probe, layer.revive())
+        return SavedView(self._owner, layer.index, storage, view, probe, token)
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
         """Return what autograd holds in place of a tensor that stays on the device."""
