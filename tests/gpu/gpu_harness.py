@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload import device as devices
+from actoffload.device import accelerator
 from actoffload.measure import MemoryMeter
 
 CUDA = torch.cuda.is_available()
@@ -210,7 +211,7 @@ def clean() -> None:
 
 
 def driver_calls() -> dict[str, int]:
-    """Return how often memory was taken from the driver so far, on the device and page-locked on the host."""
+    """Return how often PyTorch has taken memory from the driver so far, on the device and page-locked on the host."""
     device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
     counts = {name: int(device.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
     return counts | {name: int(host.get(name, 0)) for name in ("num_host_alloc", "num_host_free")}
@@ -226,6 +227,7 @@ def steady() -> Iterator[None]:
         no_synchronization(),
         mock.patch.object(torch.cuda, "synchronize", side_effect=forbidden),
         mock.patch.object(torch.accelerator, "synchronize", side_effect=forbidden),
+        mock.patch.object(accelerator, "pin", side_effect=AssertionError("a step pinned host memory")),
     ):
         yield
     torch.cuda.synchronize()
