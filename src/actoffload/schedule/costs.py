@@ -135,9 +135,9 @@ class LayerCost:
         for each in self.saved:
             batch.append(each)
             if sum(one.nbytes for one in batch) >= nbytes:
-                saved += [replace(one, saved_at=each.saved_at) for one in batch]
+                saved += [Saved(one.nbytes, each.saved_at, one.needed_at) for one in batch]
                 batch = []
-        return replace(self, saved=(*saved, *(replace(one, saved_at=1.0) for one in batch)))
+        return replace(self, saved=(*saved, *(Saved(one.nbytes, 1.0, one.needed_at) for one in batch)))
 
     def with_bytes(self, factor: float) -> LayerCost:
         """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
