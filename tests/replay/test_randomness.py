@@ -3,6 +3,9 @@
 Here a generator of Python stands for it, and an operator that draws from it for those of PyTorch.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +145,31 @@ def test_a_retained_graph_and_several_backwards():
         return found
 
     check(lambda: Net(Dropping), twice)
+
+
+# Threads
+
+THREADS = """
+import gc, sys, threading, time, torch
+from actoffload.replay.trace import read_states
+generators = [torch.default_generator] * 20
+gc.callbacks.append(lambda *_: time.sleep(1e-5))
+gc.set_threshold(1)
+sys.setswitchinterval(1e-6)
+
+def ask():
+    for _ in range(200):
+        read_states(generators)
+
+threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_do_not_wait_for_each_other_where_garbage_is_collected() -> None:
+    """PyTorch holds the lock of a generator while it makes an object, which may run Python code of the program."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", THREADS], env=environment, check=True, timeout=60)

@@ -27,7 +27,7 @@ from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dis
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
-from .trace import FunctionCall, Node, RngPosition, Value, default_generators
+from .trace import FunctionCall, Node, RngPosition, Value, default_generators, read_states, write_states
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
@@ -224,17 +224,16 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
     given = {value: values[value] for value in step.reads}
     copies = {value: copy_of(tensor) for value, tensor in given.items()}
     generators = default_generators()
-    states = [generator.get_state() for generator in generators]
+    states = read_states(generators)
     try:
         program.run(step, copies, None)
     except Exception:  # its forward needs more than an empty context has
         return False
     finally:
-        drew = [not torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True)]
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        drew = not all(map(torch.equal, read_states(generators), states))
+        write_states(generators, states)
     # functions that write to what they are given
-    if any(drew) or not all(same_bits(copies[value], tensor) for value, tensor in given.items()):
+    if drew or not all(same_bits(copies[value], tensor) for value, tensor in given.items()):
         return False
     for _, value in step.made:
         values[value] = copies[value]

@@ -31,6 +31,7 @@ import ctypes
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -205,9 +206,27 @@ def default_generators() -> list[torch.Generator]:
     return found
 
 
+# PyTorch makes the tensor of a state while it holds the lock of the generator and the GIL.  If a collection of garbage
+# starts there and runs Python code, another thread may get the GIL, and with it wait for that lock for ever.
+_one_at_a_time = threading.Lock()
+
+
+def read_states(generators: Iterable[torch.Generator]) -> list[Tensor]:
+    """Return the states of generators."""
+    with _one_at_a_time:
+        return [generator.get_state() for generator in generators]
+
+
+def write_states(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
+    """Set generators to states."""
+    with _one_at_a_time:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
 def generator_states() -> tuple[Any, ...]:
     """Return the states of PyTorch's default generators."""
-    states = [generator.get_state() for generator in default_generators()]
+    states = read_states(default_generators())
     # Read as memory: an operator would be seen by the tracer.
     return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
 
