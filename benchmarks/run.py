@@ -33,7 +33,7 @@ from jobs import JOBS  # noqa: E402
 MACHINE = {"machine": 60.0, "overlap": 180.0, "links": 60.0}
 """What `tools/record_machine.py` records of the machine, and seconds after which it is stopped."""
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Settings of the allocator of PyTorch: several threads pin host memory, as on the page about hardware."""
+"""Settings of PyTorch's allocator, so that the arms beside ours pin host memory with several threads, too."""
 
 
 def origin(commit: str, command: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class PassState(Owner, Protocol):
     registry: StorageRegistry
     roles: Roles
 
-    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
+    def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor while `layer` is the current one."""
 
 
@@ -123,7 +123,7 @@ class Packer:
         layer, wrappers = self._layer, tuple(map(WrapperVersion.of, self._around)) if self._around else ()
         token = self._token
         if layer.index == OUTSIDE:
-            layer = self._owner.saver(layer, tensor)
+            layer = self._owner.layer_of(layer, tensor)
             token = layer.revive()
         storage, view, probe = self._registry.save(layer, tensor, self._roles, wrappers)
         return SavedView(self._owner, layer.index, storage, view, probe, token)
@@ -204,7 +204,7 @@ class StorageRegistry:
             if index not in storage.layers:
                 layer.storages.append(ref)
                 if index == OUTSIDE and self._engine.recorder is not None:
-                    layer.savers.append((ref, current_module()))
+                    layer.modules.append((ref, current_module()))
                 storage.layers[index] = storage.residency is Residency.HOST
                 if roles.planned and len(storage.layers) > 1:
                     self._count_shared(storage, stays, roles)

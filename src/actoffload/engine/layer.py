@@ -80,7 +80,7 @@ class Layer:
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         # Of the layer of what is saved in no layer: in which modules; filled while a step is recorded.
-        self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
+        self.modules: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self.waiting: list[weakref.ref[SavedStorage]] = []  # their copies are queued together, see `Backend.batch`
         self.waiting_bytes = 0
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.

@@ -132,7 +132,7 @@ class Pass:
         for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
             node.register_prehook(hook)  # [guard: recorded end of a backward]
 
-    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
+    def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor: the current one."""
         return layer
 
@@ -396,7 +396,7 @@ class ModelPass(Pass, Generic[Key]):
                 for layer in offloading:
                     layer.release()
 
-    def saver(self, layer: Layer, tensor: torch.Tensor) -> Layer:
+    def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""
         ref = self._inputs.get(address(tensor.untyped_storage())) if layer is self.between else None
         if ref is None or ref.expired:

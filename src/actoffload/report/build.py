@@ -92,7 +92,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
     if not isinstance(done, ModelPass):
         return PassStatistics(report, tuple(done.layers), tuple(memories))
     report = replace(report, outside=_amounts(done.kept_outside))
-    refs = ((ref(), module) for ref, module in done.between.savers)
+    refs = ((ref(), module) for ref, module in done.between.modules)
     saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
     return PassStatistics(report, tuple(done.layers), tuple(memories), saved_outside)
 
@@ -218,8 +218,8 @@ class Recording:
         self.passes += 1
         self.names = latest.names
         modules, outside = self.modules(), Counter[str]()
-        for nbytes, saver in latest.saved_outside:
-            if (module := saver()) is not None and (name := modules.get(module)):  # the model itself has no name
+        for nbytes, ref in latest.saved_outside:
+            if (module := ref()) is not None and (name := modules.get(module)):  # the model itself has no name
                 outside[name_pattern(name)] += nbytes
         self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
         self.held, addresses = latest.report.held, [address for address, _ in latest.held]

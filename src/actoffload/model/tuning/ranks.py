@@ -156,8 +156,8 @@ class Ranks:
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        nobody: tuple[dict[int, Any], list[int]] = {}, []
-        others, missing = self._try(nobody, self.exchange.collect, self._key("room"))
+        none: tuple[dict[int, Any], list[int]] = {}, []
+        others, missing = self._try(none, self.exchange.collect, self._key("room"))
         if missing:
             waited = self.exchange.waited(missing, "to measure")
             warn(f"{waited} Its memory counts no more. Call the model equally often in all ranks.")
