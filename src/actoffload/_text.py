@@ -188,9 +188,9 @@ def register(*kinds: type) -> None:
     _kinds.update({kind.__name__: kind for kind in kinds})
 
 
-def written(message: Any) -> bytes:
+def written(message: Any, indent: int | None = None) -> bytes:
     """Return plain data as bytes; raises a `TypeError` for objects of a class that is not registered."""
-    return json.dumps(_plain(message)).encode()
+    return json.dumps(_plain(message), indent=indent).encode()
 
 
 def read(data: bytes) -> Any:

@@ -319,7 +319,7 @@ class Plan(AnyPlan):
         path : str or path-like
             Replaced if it exists.
         """
-        Path(path).write_bytes(written(self))
+        Path(path).write_bytes(written(self, indent=1))  # so that versions of a plan can be compared by line
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
