@@ -26,7 +26,7 @@ from actoffload.tune.exchange import Exchange, LostRankError
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)
-VARIANT = Variant(COST, ("aten.mm.default#0",), read_again=3)
+VARIANT = Variant(COST, ("aten.mm.default#0",))
 PLAN = Plan(
     3,
     DefaultSchedule(1, 3).plan().steps,
@@ -57,7 +57,7 @@ EXAMPLES = [
         1,
         (Step(0, Computation.FORWARD, 0),),
         {0: ("a", "b")},
-        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2, 3), SplitCost(0.3, 0.4, 5, 6)), 1, 2, 3, 4)},
+        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2), SplitCost(0.3, 0.4)), 1, 2, 3, 4)},
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),

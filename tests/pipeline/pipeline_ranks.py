@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,7 +11,6 @@ from unittest import mock
 import processes
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import same_bits
 from pipeline_programs import SPLIT, Block, Computing, Skipping, block_bytes, compare, loss, make, offloaded, train
 from processes import LIMIT
@@ -24,12 +22,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from actoffload.device import use
-from actoffload.pipeline import first_steps
-from actoffload.pipeline.planning import Plans, plans_of
 from actoffload.schedule import PipelinePlan
 from actoffload.tune import exchange
 
-__all__ = ["BAD", "HALVES", "OTHER", "RECOMPUTED", "REFUSED", "run_ranks"]
+__all__ = ["BAD", "OTHER", "RECOMPUTED", "REFUSED", "run_ranks"]
 
 
 class Nothing(nn.Module):
@@ -225,59 +221,6 @@ def recomputed(name: str) -> dict[str, Any]:
     return {"same": same, "saves": saves, "on_demand": on_demand}
 
 
-class Slow(torch.autograd.Function):
-    """Takes a virtual second in forward, also where it runs again, and two in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Computing.device.compute(1.0)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        Computing.device.compute(2.0)
-        return grads[0]
-
-
-class Halved(Block):
-    """A block of which recomputation is cheap but for the inputs of its two matrix products."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(Slow.apply(F.gelu(self.up(Slow.apply(x)))))
-
-
-def halves(name: str) -> dict[str, Any]:
-    """Follow plans in which groups save some outputs, within a budget that none reaches; return the saved peaks."""
-    found = []
-    for way in (1, 2, -1):
-
-        def kept(plans: Plans, known: Any, limits: Any, steps_with: Any, way: int = way) -> Any:
-            only = [
-                replace(each, again={stage: [(own[0], own[way]) for own in ways] for stage, ways in each.again.items()})
-                for each in known
-            ]
-            plans = plans_of(only, limits, whole=True)
-            yield from steps_with(plans)
-            return plans
-
-        Computing.device = Timed(block_bytes(), block_bytes(), memory=2**12)
-        schedule, modules = make(name, 8, module=lambda stage: nn.Sequential(*(Halved() for _ in range(3))))
-        with use(Computing.device):
-            handle = offloaded(schedule)
-        with mock.patch.object(first_steps, "keep_best", kept):
-            while handle.settling:
-                train(schedule, modules, 1, 8)
-        handle.reset_statistics()
-        train(schedule, modules, 1, 8)
-        plan, report = handle.plan, handle.report()
-        assert plan is not None
-        saves = [len(saved) for groups in plan.saves.values() for saved in groups if saved is not None]
-        found.append({"peak": report.peak_bytes, "expected": report.expected_bytes, "saves": saves})
-        handle.remove()
-    return {"ways": found}
-
-
-HALVES = {f"{name}, halves": partial(halves, name) for name in SPLIT}
 RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
 SKIPPING = {"skipped blocks": partial(skipping, None), "skipped blocks, a budget": partial(skipping, 24 * 2**10)}
 OTHER = {
@@ -285,7 +228,6 @@ OTHER = {
     "replicas": replicas,
     "delta bytes": delta_bytes,
     **RECOMPUTED,
-    **HALVES,
 }
 CASES = {**REFUSED, **BAD, **OTHER}
 

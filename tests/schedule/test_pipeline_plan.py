@@ -25,7 +25,7 @@ PLAN = PipelinePlan(
     {
         OLD: Transfer(Moment(1, 1), Moment(6, 0)),
         Chunk(0, 1, 0): Transfer(Moment(2, 0), Moment(6, 0)),
-        SPLIT: Transfer(Moment(3, 0), Moment(4, 0), Moment(6, 1)),
+        SPLIT: Transfer(Moment(3, 0), Moment(4, 0)),
     },
     {2: True},
     nbytes={0: (2**20, 2**19), 2: (2**21,)},
@@ -57,9 +57,7 @@ def test_actions_by_moment_and_in_order() -> None:
         Moment(2, 0): (ChunkAction(release, Chunk(0, 1, 0)), ChunkAction(offload, SPLIT)),
         Moment(3, 0): (ChunkAction(release, SPLIT),),
         Moment(4, 0): (ChunkAction(reload, SPLIT),),
-        Moment(4, 1): (ChunkAction(release, SPLIT),),
         Moment(6, 0): (ChunkAction(reload, OLD), ChunkAction(reload, Chunk(0, 1, 0))),
-        Moment(6, 1): (ChunkAction(reload, SPLIT),),
     }
     assert PLAN.at(Moment(4, 0)) == (ChunkAction(reload, SPLIT),)
     assert PLAN.at(Moment(5, 0)) == PLAN.at(Moment(6, 2)) == ()
@@ -68,8 +66,7 @@ def test_actions_by_moment_and_in_order() -> None:
 
 def test_positions_are_in_the_order_of_execution() -> None:
     assert (PLAN.position(0, 1), PLAN.position(6, 1), PLAN.end(6)) == (Moment(0, 1), Moment(6, 0), Moment(6, 2))
-    assert (PLAN.first_use(OLD), PLAN.last_use(OLD)) == (Moment(6, 1), Moment(6, 1))
-    assert (PLAN.first_use(SPLIT), PLAN.last_use(SPLIT)) == (Moment(4, 0), Moment(7, 0))
+    assert (PLAN.first_use(OLD), PLAN.first_use(SPLIT)) == (Moment(6, 1), Moment(4, 0))
     assert PLAN.uses(2, 1) == (3, 5, 9)
     # The input backward of a stage without a split uses nothing.
     whole = PipelinePlan(0, read_order(["0F0", "0I0", "0W0"]), {0: ("a", "b")})
@@ -96,9 +93,7 @@ def test_text_and_copies() -> None:
         (OLD, Transfer(Moment(4, 0), Moment(3, 0)), "reloads it before it is freed, or after it is used"),
         (OLD, Transfer(Moment(1, 0), Moment(6, 2)), "reloads it before it is freed, or after it is used"),
         (OLD, Transfer(Moment(1, 0), Moment(4, 2)), "2I0 has no position 2"),
-        (OLD, Transfer(Moment(1, 0), Moment(4, 0), Moment(6, 0)), "outside of the time between its two backwards"),
-        (SPLIT, Transfer(Moment(3, 0), Moment(4, 0), Moment(4, 1)), "outside of the time between its two backwards"),
-        (SPLIT, Transfer(Moment(3, 0), Moment(4, 0), Moment(7, 1)), "reloads it again after it is used"),
+        (SPLIT, Transfer(Moment(3, 0), Moment(6, 0)), "reloads it before it is freed, or after it is used"),
     ],
 )
 def test_transfers_that_cannot_be(chunk: Chunk, transfer: Transfer, problem: str) -> None:

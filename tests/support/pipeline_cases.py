@@ -50,10 +50,9 @@ def stages(draw: st.DrawFn, count: int, split: bool = False) -> list[StageCost]:
     found = []
     for stage in range(count):
         of = draw(st.lists(groups(), min_size=1, max_size=3))
-        splits = [SplitCost(cost.backward / 2, cost.backward / 2, cost.nbytes // 2) for cost in of]
-        found.append(
-            StageCost(tuple(of), tuple(splits) if split and stage else (), draw(nbytes), draw(nbytes), draw(nbytes))
-        )
+        splits = [SplitCost(cost.backward / 2, cost.backward / 2) for cost in of] if split and stage else []
+        memory = {name: draw(nbytes) for name in ("boundary_bytes", "sent_forward", "sent_backward", "between_bytes")}
+        found.append(StageCost(tuple(of), tuple(splits), **memory))
     return found
 
 
@@ -105,8 +104,6 @@ def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[P
                     if not between or not draw(st.booleans()):
                         continue
                     release, reload = sorted((draw(st.sampled_from(between)), draw(st.sampled_from(between))))
-                    later = [moment for moment in moments if use.step < moment.step and moment <= empty.last_use(chunk)]
-                    again = draw(st.sampled_from([None, *later])) if later else None
-                    transfers[chunk] = Transfer(release, reload, again)
+                    transfers[chunk] = Transfer(release, reload)
         found.append(PipelinePlan(rank, order, names, transfers, splits, sizes))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -181,31 +181,19 @@ class Layer:
             storage.release(self.index, position)
         self._copied_out.clear()
 
-    def reload(self, places: Container[int] | None = None) -> None:
-        """Queue the reloads, last saved first, as backward needs them; at `places` in the order of saving, or all."""
+    def reload(self) -> None:
+        """Queue the reloads, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
-        found = [
-            storage
-            for place, ref in enumerate(self.storages)
-            if places is None or place in places
-            if (storage := ref()) is not None
-        ]
-        waiting = [storage for storage in reversed(found) if storage.residency is Residency.HOST]
+        waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
         self.ahead += len(waiting)
         self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
         reload(waiting, self.index)
 
-    def evict(self, but: Container[int] = ()) -> None:
-        """Drop the device memory of what a retained graph still holds; the host copies remain.
-
-        What lies at the places `but` in the order of saving stays.
-        """
+    def evict(self) -> None:
+        """Drop the device memory of what a retained graph still holds; the host copies remain."""
         if self.retained:
             return
-        for place, ref in enumerate(self.storages):
-            storage = ref()
-            if storage is None or place in but:
-                continue
+        for storage in self.living():
             if storage.residency is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()
         if self.phase is Phase.RELOADING:

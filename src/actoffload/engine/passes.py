@@ -83,8 +83,6 @@ class Pass:
         self.forward_ended: Callable[[Pass], None] | None = None  # called when backward begins, with the lock
         # Called at each event of a layer, with the lock, before what happens there.
         self.observer: Callable[[When, int], None] | None = None
-        # What backward has used, by layer and place in its order of saving; only while it is a set.
-        self.used: set[tuple[int, int]] | None = None
         self._backwards: dict[int, _Backward] = {}  # those that run, by autograd's id
         self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
@@ -169,9 +167,6 @@ class Pass:
                 first = self.layers[min(storage.layers)]
                 first.on_demand += 1
                 first.bytes_reloaded += storage.bytes_copied
-            if self.used is not None and index != OUTSIDE:
-                layers = [(k, self.layers[k].storages) for k in storage.layers if k != OUTSIDE]
-                self.used.update((k, refs.index(storage.resources)) for k, refs in layers)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()

@@ -6,8 +6,7 @@ does at that moment.  A moment may not be reported, because a group has no graph
 next moment of the same computation.
 
 `[Note: split backward]`  The backward of the inputs keeps the graph.  The backward of the weights unpacks a part of the
-saved tensors again, in several calls of autograd, and frees them.  What is reloaded for it stays on the device until it
-ends, and only what it has unpacked in an earlier step is reloaded.
+saved tensors again, in several calls of autograd, and frees them.  What was reloaded stays on the device until it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 from .._torch.tensors import address, leaves
 from ..engine.engine import Engine
-from ..engine.layer import Phase
 from ..engine.passes import ModelPass
 from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
@@ -40,9 +38,7 @@ class Microbatch:
     planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
     running: Step | None = None  # what is computed of it now
     split: bool = False  # its input backward used what it saved
-    half: bool = False  # and has ended
     ref: weakref.ref[ModelPass[GroupKey]] | None = None
-    used: set[tuple[int, int]] | None = None  # by the backward of the weights: layers, and places in their order
 
     @property
     def owner(self) -> ModelPass[GroupKey] | None:
@@ -124,15 +120,7 @@ class Conductor:
             microbatch.running = step
             if step in self._steps:
                 self._done[step] = -1
-            owner = microbatch.owner
-            if owner is None:
-                return microbatch
-            again = microbatch.split and step.computation is Computation.BACKWARD_WEIGHT
-            if again or (step.computation is Computation.BACKWARD_INPUT and microbatch.planned):
-                for layer in owner.layers:
-                    layer.retained = True
-            if again:
-                microbatch.used = owner.used = set()
+            if microbatch.split and step.computation is Computation.BACKWARD_WEIGHT:
                 self._advance(step, 0)
             return microbatch
 
@@ -145,19 +133,11 @@ class Conductor:
                 if owner is not None and not self.scoped:  # otherwise some tensors are saved unseen
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
-                self.learned.split[step.stage] = microbatch.half = microbatch.split
-                # What the backward of the weights does not use is freed.
-                for layer in owner.layers if owner is not None and microbatch.planned else ():
-                    stays, layer.retained = layer.retained and microbatch.half, False
-                    if stays and layer.phase is Phase.RELOADING:
-                        layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
-                    layer.retained = stays
+                self.learned.split[step.stage] = microbatch.split
             else:
-                for index, place in microbatch.used or ():  # by the backward of the weights
-                    group = microbatch.stage, index
-                    self.learned.used[group] = self.learned.used.get(group, frozenset()) | {place}
-                if owner is not None:
-                    self._free(owner)
+                for layer in () if owner is None else owner.layers:  # what the program keeps with its graph
+                    layer.retained = False
+                    layer.evict()
                 self._microbatches.pop((step.stage, step.microbatch), None)
             microbatch.running = None
             if step in self._done and self.plan is not None:
@@ -173,14 +153,6 @@ class Conductor:
         kept = sum(nbytes for key, nbytes in found.items() if owner.registry.at(key) is None)
         self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
         self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
-
-    def _free(self, owner: ModelPass[GroupKey]) -> None:
-        """Free what the last backward of a microbatch has left, where the program keeps the graph."""
-        owner.used = None
-        for layer in owner.layers:
-            if layer.retained:
-                layer.retained = False
-                layer.evict()
 
     # Passes
 
@@ -204,7 +176,10 @@ class Conductor:
         elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:
             if step.computation is Computation.BACKWARD_WEIGHT and microbatch.split:
                 return
-            microbatch.split |= step.computation is Computation.BACKWARD_INPUT
+            if step.computation is Computation.BACKWARD_INPUT and not microbatch.split:
+                microbatch.split = True
+                for layer in owner.layers:  # see [Note: split backward]
+                    layer.retained = True
             if not microbatch.planned:
                 owner.do(Do.RELOAD, index)
             elif self.plan is not None:
@@ -228,14 +203,7 @@ class Conductor:
         owner = None if microbatch is None else microbatch.owner
         if microbatch is None or owner is None or chunk.group >= len(owner.layers):
             return
-        layer = owner.layers[chunk.group]
-        if action.do is Do.RELEASE and microbatch.half:  # between two backwards
-            layer.retained = False
-            layer.evict()
-        elif action.do is Do.RELOAD and layer.phase is Phase.RELEASED and microbatch.half:
-            layer.retained = True
-            layer.reload(self.learned.used.get((chunk.stage, chunk.group)))
-        elif action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
+        if action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
             owner.do(action.do, chunk.group)
             if action.do is Do.RELEASE and self.plan is not None:
                 for k in self.plan.sharing(chunk):

@@ -13,9 +13,9 @@ one is timed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from ..device.base import Backend, StreamEvent, current_stream, usable
@@ -24,7 +24,7 @@ from ..model.tuning.metering import Stage
 from ..model.tuning.script import TRACES, ways_of
 from ..planner import Variant
 from ..replay import saving
-from ..schedule.costs import Link
+from ..schedule.costs import LayerCost, Link
 from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost
@@ -200,28 +200,20 @@ class FirstSteps:
     def _with_ways(self, stage: RankStage, cost: StageCost) -> tuple[StageCost, dict[str, tuple[Variant, ...]]]:
         """Return what a stage costs without replay, and the ways to run each of its groups, by name.
 
-        Backward comes to a replayed group with all that it saves, from which it replays.  The weight backward of a
-        split backward reads what it reads where all is replayed, and of what is made then as much as has stayed for it;
-        where a way saves more, it may read all of that.
+        Backward comes to a replayed group with all that it saves, from which it replays.
         """
         operators, groups = self._operators[stage.index], stage.steering.groups
         among, batch = {group.group for group in groups}, self._backend.batch
         found = ways_of(groups, cost.groups, among, operators.costs(), operators.saved, batch)
         ways, splits = list[tuple[Variant, ...]](), list[SplitCost]()
-        pairs = list(zip(cost.groups, found, strict=True))
-        made = sum(own.cost.nbytes - whole.nbytes for whole, (own, *_) in pairs)
-        stayed = made if self._lean is None else self._lean.half_bytes.get(stage.index, made)
-        for k, (whole, (own, *others)) in enumerate(pairs):
-            split = cost.splits[k] if cost.splits else None
-            if split is not None:
-                kept = split.kept + math.ceil((own.cost.nbytes - whole.nbytes) * min(stayed / max(made, 1), 1.0))
-                seconds = split.input_seconds - max(whole.backward - own.cost.backward, 0.0)
-                splits.append(replace(split, input_seconds=max(seconds, 0.0), kept=kept))
+        for k, (whole, (own, *others)) in enumerate(zip(cost.groups, found, strict=True)):
+            if cost.splits:
+                seconds = cost.splits[k].input_seconds - max(whole.backward - own.cost.backward, 0.0)
+                splits.append(replace(cost.splits[k], input_seconds=max(seconds, 0.0)))
             again = list[Variant]()
             for way in others:
                 saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-                read = None if split is None else max(split.kept + way.cost.nbytes - whole.nbytes, 0)
-                again.append(replace(way, cost=replace(way.cost, saved=saved), read_again=read))
+                again.append(replace(way, cost=replace(way.cost, saved=saved)))
             ways.append((own, *again))
         plain = replace(cost, groups=tuple(group[0].cost for group in ways), splits=tuple(splits))
         return plain, dict(zip(stage.steering.names, ways, strict=True))
@@ -235,17 +227,14 @@ class FirstSteps:
             sizes = zip(stage.steering.sizes, plan.nbytes[index], strict=True)
             factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
             cost, ways = self._measured[index]
-            more = {name: tuple(_larger(way, factor) for way in group) for name, group in ways.items()}
-            groups = tuple(group[0].cost for group in more.values())
-            halves = zip(cost.splits, groups, strict=False)
-            splits = (replace(half, kept=min(math.ceil(half.kept * factor), group.nbytes)) for half, group in halves)
-            self._measured[index] = replace(cost, groups=groups, splits=tuple(splits)), more
+            grown = partial(LayerCost.with_bytes, factor=factor)
+            more = {name: tuple(way.map(grown) for way in group) for name, group in ways.items()}
+            self._measured[index] = replace(cost, groups=tuple(group[0].cost for group in more.values())), more
 
     def settle(self, plan: PipelinePlan) -> None:
         """Replay what a plan says from the next step on."""
         if not self._limits.may_recompute:
             return
-        self._conductor.learned.used = {}  # of groups that are replayed in another way, which save other tensors
         for stage in self._stages:
             names = plan.names[stage.index]
             saves = zip(names, plan.saves.get(stage.index, (None,) * len(names)), strict=True)
@@ -277,9 +266,3 @@ class FirstSteps:
             if has_grown(kept + stage.steering.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
-
-
-def _larger(way: Variant, factor: float) -> Variant:
-    """Return a way to run a group that saves `factor` times as much."""
-    again = None if way.read_again is None else math.ceil(way.read_again * factor)
-    return replace(way.map(lambda cost: cost.with_bytes(factor)), read_again=again)

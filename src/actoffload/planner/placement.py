@@ -25,14 +25,7 @@ class Spot(NamedTuple):
     chunk: Chunk
     saved: int  # where its forward starts
     use: int  # where a backward first comes to it
-    last: int  # where the weight backward starts, or the same
-    trimmed: int  # where the input backward ends
-    gone: int  # where the last backward ends
-
-    @property
-    def split(self) -> bool:
-        """Whether two backwards use it."""
-        return self.last != self.use
+    split: bool  # that of the inputs, and one of the weights comes later
 
 
 @dataclass(frozen=True)
@@ -64,10 +57,8 @@ class Spots:
             count = counts[stage]
             for group in range(count):
                 saved, use = first[forward] + group, first[input_] + count - 1 - group
-                weight = first[last] if input_ != last else use
-                ends = first[input_] + count, first[last] + count
                 if runs[saved + 1] < runs[use]:  # the backward of others comes first: what is used at once stays
-                    found.append(Spot(Chunk(stage, microbatch, group), saved, use, weight, *ends))
+                    found.append(Spot(Chunk(stage, microbatch, group), saved, use, input_ != last))
         found.sort(key=lambda spot: spot.saved)
         kinds: dict[tuple[int, int], list[int]] = {}
         for k, spot in enumerate(found):
@@ -126,24 +117,15 @@ class Profile:
     def leanest(self, chosen: Iterable[int]) -> int:
         """Return a bound of the smallest peak that a placement of chosen spots has."""
         spots = self.spots.all
-        return max(self.needs_with({k: spots[k].saved + 1 for k in chosen}, twice=True), default=0)
+        return max(self.needs_with({k: spots[k].saved + 1 for k in chosen}), default=0)
 
-    def needs_with(self, releases: Mapping[int, int], *, twice: bool = False) -> list[int]:
-        """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be.
-
-        Those that two backwards use are also freed between them if all are freed `twice`.
-        """
+    def needs_with(self, releases: Mapping[int, int]) -> list[int]:
+        """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be."""
         change = [0] * (len(self.needs) + 1)
         for k, release in releases.items():
-            spot, times = self.spots.all[k], self.times[k]
-            change[release] -= times.nbytes
-            change[max(spot.use, release)] += times.nbytes
-            if spot.split:
-                change[spot.trimmed] -= times.nbytes - times.again_bytes
-                change[spot.gone] += times.nbytes - times.again_bytes
-                if twice:
-                    change[spot.trimmed] -= times.again_bytes
-                    change[spot.last] += times.again_bytes
+            nbytes = self.times[k].nbytes
+            change[release] -= nbytes
+            change[max(self.spots.all[k].use, release)] += nbytes
         return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
 
 
@@ -153,8 +135,8 @@ class Placement:
 
     profile: Profile
     needs: list[int]  # bytes on the device from each moment to the next, at most
-    # Of each offloaded spot the numbers of the moments of its release, its reload, and its second reload or -1.
-    placed: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    # Of each offloaded spot the numbers of the moments of its release and its reload.
+    placed: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -165,17 +147,15 @@ class Placement:
         """Return what a plan needs."""
         moments, spots = self.profile.spots.moments, self.profile.spots.all
         return {
-            spots[k].chunk: Transfer(moments[release], moments[reload], moments[again] if again >= 0 else None)
-            for k, (release, reload, again) in sorted(self.placed.items())
+            spots[k].chunk: Transfer(moments[release], moments[reload])
+            for k, (release, reload) in sorted(self.placed.items())
         }
 
     def actions(self) -> Actions:
         """Return what is done at each moment, as the plan with these `transfers` has it."""
         moments, spots, calls = self.profile.spots.moments, self.profile.spots.all, list[Call]()
         for k, (chunk, transfer) in zip(sorted(self.placed), self.transfers().items(), strict=True):
-            spot = spots[k]
-            saved, use, last = moments[spot.saved], moments[spot.use], moments[spot.last]
-            calls += calls_of(chunk, transfer, saved, use, moments[spot.trimmed], last)
+            calls += calls_of(chunk, transfer, moments[spots[k].saved], moments[spots[k].use])
         return actions_at(calls)
 
     def add(self, nbytes: int, start: int, stop: int) -> None:
@@ -199,25 +179,23 @@ class Placer:
     max_inflight: int | None = None  # copies to the host; a chunk whose forward starts during as many is kept
     first_reload: float = inf  # seconds at which it has to start
 
-    def place(self, chosen: Collection[int], again: Collection[int] = ()) -> Placement:
-        """Return the placement of chosen chunks; those in `again` are also freed between their two backwards."""
-        latest = self._latest_reloads(chosen, again)
+    def place(self, chosen: Collection[int]) -> Placement:
+        """Return the placement of chosen chunks."""
+        latest = self._latest_reloads(chosen)
         releases = self._releases(sorted(chosen), latest)
         if self.limit < inf:
             self._force(releases)
         return self._finish(releases, latest)
 
-    def _latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
-        """Return the last moment at which the first and the second reload of each chunk can start without a stall."""
+    def _latest_reloads(self, chosen: Collection[int]) -> dict[int, int]:
+        """Return the last moment at which the reload of each chunk can start without a stall."""
         profile, margin, free = self.profile, self.margin, inf
         when, spots = profile.when, profile.spots.all
-        calls = [(spots[k].use, k, False) for k in chosen]
-        calls += [(spots[k].last, k, True) for k in again if spots[k].split]
-        latest, forwards = {}, when[profile.spots.last_forward] if when else 0.0
+        latest, forwards = dict[int, int](), when[profile.spots.last_forward] if when else 0.0
         self.first_reload = inf
-        for use, k, second in sorted(calls, reverse=True):
+        for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
             times = profile.times[k]
-            seconds, ahead = (times.again, times.again) if second else (times.back, profile.ahead[k])
+            seconds, ahead = times.back, profile.ahead[k]
             if when[use] <= forwards:
                 slow = self._slow()
                 seconds, ahead = seconds * slow, ahead + seconds * (slow - 1)
@@ -226,7 +204,7 @@ class Placer:
             m = min(bisect_right(when, free) - 1, use)
             while m >= 0 and not profile.spots.allowed[m]:
                 m -= 1
-            latest[k, second] = m
+            latest[k] = m
             self.first_reload = min(self.first_reload, free)
         return latest
 
@@ -241,7 +219,7 @@ class Placer:
             m += 1
         return m
 
-    def _releases(self, chosen: list[int], latest: dict[tuple[int, bool], int]) -> dict[int, int]:
+    def _releases(self, chosen: list[int], latest: dict[int, int]) -> dict[int, int]:
         """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
         profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
         when, found, ends = profile.when, dict[int, int](), list[float]()
@@ -255,7 +233,7 @@ class Placer:
             done = max(max(queue, start + times.out_ready) + times.out * factor, start + times.out_after)
             m = bisect_left(when, done + margin * times.out * factor, spot.saved + 1)
             m = self._behind(m) if m < spot.use else spot.use
-            if self.limit == inf and m >= latest[k, False]:
+            if self.limit == inf and m >= latest[k]:
                 continue  # used too soon
             found[k], queue = m, done
             ends.append(done)
@@ -280,15 +258,15 @@ class Placer:
                         break
             waiting = [k for k in waiting if releases[k] > m]
 
-    def _finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> Placement:
+    def _finish(self, releases: dict[int, int], latest: dict[int, int]) -> Placement:
         """Return the placement with its reloads, no later than they must be and no earlier than memory allows."""
         profile, limit, spots = self.profile, self.limit, self.profile.spots.all
         placement = Placement(profile, profile.needs_with(releases))
-        needs, placed, moments = placement.needs, placement.placed, profile.spots.moments
+        needs, placed = placement.needs, placement.placed
         before = 0
         for k in sorted(releases, key=lambda k: spots[k].use):
             nbytes, use = profile.times[k].nbytes, spots[k].use
-            reload, earliest = use, max(latest[k, False], releases[k], before)
+            reload, earliest = use, max(latest[k], releases[k], before)
             if limit == inf:
                 reload = earliest
             else:
@@ -297,20 +275,12 @@ class Placer:
                 reload = self._behind(reload)
             placement.add(nbytes, reload, use)
             before = reload
-            placed[k] = releases[k], reload, -1
-        for k, (release, reload, _) in list(placed.items()):
-            spot, times, runs = spots[k], profile.times[k], profile.spots.runs
-            for_nothing = (
-                runs[release] == runs[reload] and max(needs[release:reload], default=0) + times.nbytes <= limit
-            )
+            placed[k] = releases[k], reload
+        runs = profile.spots.runs
+        for k, (release, reload) in list(placed.items()):
+            nbytes = profile.times[k].nbytes
+            for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
             if release == reload or for_nothing:  # [guard: planned group that is kept]
                 del placed[k]
-                placement.add(times.nbytes, release, reload)
-                if spot.split:
-                    placement.add(times.nbytes - times.again_bytes, spot.trimmed, spot.gone)
-                continue
-            again = latest.get((k, True), -1)
-            if again > spot.trimmed and moments[again].step > moments[spot.trimmed].step:  # there is time
-                placed[k] = release, reload, again
-                placement.add(-times.again_bytes, spot.trimmed, again)
+                placement.add(nbytes, release, reload)
         return placement

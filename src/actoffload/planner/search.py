@@ -88,17 +88,15 @@ class Choices:
         when = profile.when
         self._early = knobs.early * (when[-1] - when[profile.spots.last_forward]) if when else 0.0
 
-    def _place(self, parts: Sequence[Sequence[int]], limit: float = inf) -> list[Placement]:
-        """Return the placements of some parts: chunks stay between their two backwards, or are freed there, too."""
-        chosen = [k for part in parts for k in part]
-        split = [k for k in chosen if self.profile.spots.all[k].split]
+    def _place(self, parts: Sequence[Sequence[int]], limit: float = inf) -> Placement:
+        """Return the placement of some parts."""
         placer = Placer(self.profile, limit, self.margin, self._early, self.knobs.max_inflight)
-        return [placer.place(chosen, again) for again in ([[], split] if split else [[]])]
+        return placer.place([k for part in parts for k in part])
 
     @cached_property
     def free(self) -> Placement:
         """The placement of all for which there is time."""
-        return min(self._place(self._free), key=lambda placement: placement.peak_bytes)
+        return self._place(self._free)
 
     @property
     def nothing(self) -> Placement:
@@ -135,7 +133,7 @@ class Choices:
         largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
         orders = [self.parts] if largest == self.parts else [self.parts, largest]
         sets = [parts for order in orders for parts in self._fewest(order, limit, quick=quick, both=len(orders) > 1)]
-        placed = chain.from_iterable(self._place(parts, limit) for parts in sets)
+        placed = (self._place(parts, limit) for parts in sets)
         for placement in chain(placed, () if quick else (self.free,)):
             if placement.peak_bytes > limit:
                 continue
@@ -154,7 +152,7 @@ class Choices:
 
     def smallest(self) -> Placement:
         """Return the placement with the smallest peak that can be had at any cost."""
-        return min(self._place(self.parts, 0), key=lambda placement: placement.peak_bytes)
+        return self._place(self.parts, 0)
 
 
 Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]

@@ -91,15 +91,11 @@ class Variant:
         None for a group that is not recomputed.
     held : LayerCost, optional
         What it costs if all that is made again stays on the device until its last use; None if that is the same.
-    read_again : int, optional
-        Bytes of what it saves that the weight backward of a split backward reads; None for as many as are known of the
-        group without recomputation.
     """
 
     cost: LayerCost
     saves: tuple[str, ...] | None = None
     held: LayerCost | None = None
-    read_again: int | None = None
 
     def map(self, change: Callable[[LayerCost], LayerCost]) -> Variant:
         """Return the way with its costs changed by a function."""
@@ -301,20 +297,13 @@ def by_stage(ways: Ways) -> dict[int, dict[int, int]]:
 def recomputed(cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Mapping[int, int]) -> StageCost:
     """Return what a stage costs if some of its groups are run in other ways.
 
-    A group whose backward is split is recomputed once, in the input backward.  What the weight backward reads and the
-    group does not save is recomputed, and stays until then.
+    The seconds of recomputation are those of the input backward, if the backward is split.
     """
     groups, splits = list(cost.groups), list(cost.splits)
     for group, way in ways.items():
         plain, taken = cost.groups[group], variants[group][way]
         groups[group] = taken.cost
         if splits:
-            split, again = splits[group], taken.read_again
-            kept = min(split.kept if again is None else again, taken.cost.nbytes)
-            splits[group] = replace(
-                split,
-                input_seconds=max(split.input_seconds + taken.cost.backward - plain.backward, 0.0),
-                kept=kept,
-                recomputed=max(split.kept - kept, 0),
-            )
+            seconds = splits[group].input_seconds + taken.cost.backward - plain.backward
+            splits[group] = replace(splits[group], input_seconds=max(seconds, 0.0))
     return replace(cost, groups=tuple(groups), splits=tuple(splits))

@@ -69,20 +69,13 @@ class SplitCost:
     ----------
     input_seconds, weight_seconds : float
         Seconds of compute of each.
-    kept : int
-        Bytes that the weight backward needs again; at most the bytes that the group saves.
-    recomputed : int
-        Bytes that the input backward recomputes and leaves on the device for the weight backward.
     """
 
     input_seconds: float
     weight_seconds: float
-    kept: int
-    recomputed: int = 0
 
     def __post_init__(self) -> None:
         check_seconds(input_seconds=self.input_seconds, weight_seconds=self.weight_seconds)
-        check_bytes(kept=self.kept, recomputed=self.recomputed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +102,9 @@ class StageCost:
     gradient_bytes : tuple of int
         For each group the bytes of gradients of its weights that the first full or weight backward of a step allocates,
         and that stay until the step ends; none if empty.
+    between_bytes : int
+        Bytes that the input backward of a microbatch leaves on the device until the end of its weight backward, beside
+        what the groups save: the gradients of which the weight backward computes those of the weights.
 
     Raises
     ------
@@ -124,6 +120,7 @@ class StageCost:
     other_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
+    between_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_kinds(LayerCost, groups=self.groups)
@@ -136,10 +133,8 @@ class StageCost:
                 raise ValueError(f"There are {len(given)} {what} for {len(self.groups)} groups; give one for each.")
         for nbytes in self.gradient_bytes:
             check_bytes(gradient_bytes=nbytes)
-        for cost, split in zip(self.groups, self.splits, strict=False):
-            if split.kept > cost.nbytes:
-                raise ValueError(f"{split} is not a split of a group that saves {cost.nbytes} bytes.")
-        for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes", "output_bytes"):
+        scalars = "boundary_bytes", "sent_forward", "sent_backward", "other_bytes", "output_bytes", "between_bytes"
+        for name in scalars:
             check_bytes(**{name: getattr(self, name)})
 
     @property
@@ -185,14 +180,10 @@ class Transfer:
         Compute waits for the copy to the host, and the device memory is freed.
     reload : Moment
         Device memory is allocated, and the copies to the device are queued.
-    reload_again : Moment, optional
-        For a backward that is split: the memory is freed at the end of the input backward, and what the weight
-        backward needs is reloaded at this moment.  None keeps it on the device between the two.
     """
 
     release: Moment
     reload: Moment
-    reload_again: Moment | None = None
 
 
 def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int, int], tuple[int, int, int]]:

@@ -64,9 +64,7 @@ class PipelinePlan(AnyPlan):
       the moments; at the same moment in the order in which the chunks are used.
     - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
       next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
-    - An input backward of a stage with a split frees nothing before it ends, because autograd keeps the graph.  At its
-      end an offloaded chunk frees the bytes that the weight backward does not need; with `reload_again` it frees all
-      bytes, and the bytes of `SplitCost.kept` are occupied again at that moment.  Everything else is freed at the end
+    - An input backward of a stage with a split frees nothing, because autograd keeps the graph; all is freed at the end
       of the weight backward.
     - At one moment releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
       last group are freed before that.
@@ -148,25 +146,15 @@ class PipelinePlan(AnyPlan):
         """Return the moment at which a backward first comes to a chunk."""
         return self.position(self.uses(chunk.stage, chunk.microbatch)[1], chunk.group)
 
-    def last_use(self, chunk: Chunk) -> Moment:
-        """Return the moment at which the last backward that uses a chunk comes to it."""
-        _, first, last = self.uses(chunk.stage, chunk.microbatch)
-        return self.position(last, chunk.group) if first == last else Moment(last, 0)  # a weight backward is a whole
-
     def _problem(self, chunk: Chunk, transfer: Transfer) -> str:
         """Return what is wrong with a transfer; empty if nothing is."""
         if (chunk.stage, chunk.microbatch) not in self._uses or not 0 <= chunk.group < len(self.names[chunk.stage]):
             return "this rank does not compute that"
-        again, first, last = transfer.reload_again, self.first_use(chunk), self.last_use(chunk)
         if not self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group) < transfer.release:
             return "frees it before its forward has ended"
-        if not transfer.release <= transfer.reload <= first:
+        if not transfer.release <= transfer.reload <= self.first_use(chunk):
             return "reloads it before it is freed, or after it is used"
-        if again is not None and not first.step < again.step <= last.step:
-            return "reloads it again outside of the time between its two backwards"
-        if again is not None and again > last:
-            return "reloads it again after it is used"
-        for moment in filter(None, (transfer.release, transfer.reload, again)):
+        for moment in (transfer.release, transfer.reload):
             if not 0 <= moment.position <= self.end(moment.step).position:
                 return f"{self.order[moment.step]} has no position {moment.position}"
         return ""
@@ -177,8 +165,7 @@ class PipelinePlan(AnyPlan):
         calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
             saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
-            first, last = self.first_use(chunk), self.last_use(chunk)
-            calls += calls_of(chunk, transfer, saved, first, self.end(first.step), last)
+            calls += calls_of(chunk, transfer, saved, self.first_use(chunk))
         return actions_at(calls)
 
     def __str__(self) -> str:
@@ -200,14 +187,9 @@ class PipelinePlan(AnyPlan):
         return self._text(f"rank {self.rank}\n{table}", expected)
 
 
-def calls_of(
-    chunk: Chunk, transfer: Transfer, saved: Moment, first: Moment, first_ends: Moment, last: Moment
-) -> list[Call]:
-    """Return what is done with an offloaded chunk, of which the moments of saving and of the uses are known."""
-    calls = [(saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)]
-    if transfer.reload_again is not None:
-        calls += (first_ends, 0, first, chunk), (transfer.reload_again, 1, last, chunk)
-    return calls
+def calls_of(chunk: Chunk, transfer: Transfer, saved: Moment, use: Moment) -> list[Call]:
+    """Return what is done with an offloaded chunk, of which the moments of saving and of the use are known."""
+    return [(saved, 2, use, chunk), (transfer.release, 0, use, chunk), (transfer.reload, 1, use, chunk)]
 
 
 def actions_at(calls: Iterable[Call]) -> Actions:

@@ -90,7 +90,6 @@ class RankRun:
     _held: dict[Key, list[_Copy]] = field(default_factory=dict)
     _offloading: set[Key] = field(default_factory=set)
     _released: set[Key] = field(default_factory=set)
-    _halved: set[Key] = field(default_factory=set)  # between two backwards
     _with_gradients: set[int] = field(default_factory=set)  # stages
     _running: tuple[Kind, int] | None = None
     _since: float = 0.0  # when compute began, or went on after a stall
@@ -159,7 +158,7 @@ class RankRun:
             level = part.levels[1]
             self._border(level, part.temporary)
         if not forward and (times.cost.boundary_bytes or times.cost.splits):
-            self._end_backward(stage, computation, microbatch, times)
+            self._end_backward(computation, times)
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
@@ -168,25 +167,17 @@ class RankRun:
         if self.note:
             self._note(level)
 
-    def _end_backward(self, stage: int, computation: Computation, microbatch: int, times: StageTimes) -> None:
+    def _end_backward(self, computation: Computation, times: StageTimes) -> None:
         """Free what a backward frees where it ends."""
         if computation is not Computation.BACKWARD_INPUT:
             self.other -= times.cost.boundary_bytes
         if not times.cost.splits or computation is Computation.BACKWARD:
             return
-        freed = 0
-        for k, group in enumerate(times.groups):
-            key, trimmed = (stage, microbatch, k), group.nbytes - group.again_bytes  # not for the weight backward
-            if computation is Computation.BACKWARD_INPUT and key in self._offloading:
-                self._halved.add(key)
-                freed += trimmed
-            elif computation is Computation.BACKWARD_WEIGHT:
-                freed += group.nbytes - (trimmed if key in self._halved else 0)
         if computation is Computation.BACKWARD_INPUT:
-            self.other += times.recomputed
-        else:  # a full backward frees it group by group
-            self.other -= times.recomputed + sum(cost.kept_bytes for cost in times.cost.groups)
-        self._occupy(-freed)
+            self.other += times.cost.between_bytes
+        else:  # a full backward frees group by group
+            self.other -= times.cost.between_bytes + sum(cost.kept_bytes for cost in times.cost.groups)
+            self._occupy(-times.cost.nbytes)
 
     # Compute
 
@@ -318,14 +309,6 @@ class RankRun:
                 self._offloading.add(chunk)
                 for copy in self._held.get(chunk, ()):
                     self._copy_out(chunk, copy)
-            elif chunk in self._halved:
-                group = self.times[chunk[0]].groups[chunk[2]]
-                self._occupy(-group.again_bytes if do is Do.RELEASE else group.again_bytes)
-                for copy in self._held[chunk]:  # one, or none if the group saves nothing
-                    copy.on_device = False
-                    if do is Do.RELOAD:
-                        copy.piece = copy.piece._replace(nbytes=group.again_bytes, back=group.again)
-                        self._copy_back(chunk, copy)
             elif do is Do.RELEASE:
                 self._released.add(chunk)
                 present = [copy for copy in self._held[chunk] if copy.on_device]

@@ -61,9 +61,6 @@ class GroupTimes:
         self.input_ahead = self.back_ahead
         if split is not None:  # the input backward needs the tensors at the same parts of a shorter time
             self.input_ahead = copies_back(replace(cost, backward=split.input_seconds), link)[1]
-        # What a weight backward needs again.
-        self.again_bytes = 0 if split is None else split.kept
-        self.again = link.latency * len(cost.saved) + self.again_bytes / link.h2d if self.again_bytes else 0.0
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -168,8 +165,3 @@ class StageTimes:
     def gradients(self) -> list[int]:
         """Bytes of the gradients of each group, in the order of the backward."""
         return list(reversed(self.cost.gradient_bytes or (0,) * len(self.groups)))
-
-    @cached_property
-    def recomputed(self) -> int:
-        """Bytes that the input backward leaves for the weight backward, beside the saved ones."""
-        return sum(split.recomputed for split in self.cost.splits)

@@ -189,7 +189,6 @@ class StageFacts:
     """What the steps so far showed of the stages of a rank."""
 
     order: tuple[Step, ...] = ()  # of the latest whole step
-    used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
     split: dict[int, bool] = field(default_factory=dict)  # by stage
     boundary: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output that are not saved
     returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
@@ -237,8 +236,7 @@ def stage_cost(
                 backward_temporary=most.get((Kind.BACKWARD, k, True), 0),
             )
         )
-        used = learned.used.get((stage, k), frozenset())
-        splits.append(SplitCost(*halves, sum(nbytes for place, nbytes in saved[k] if place in used)))
+        splits.append(SplitCost(*halves))
     boundary, output = kept_outputs(stage, learned)
     return StageCost(
         tuple(groups),
@@ -247,6 +245,7 @@ def stage_cost(
         other_bytes=other_bytes,
         output_bytes=output,
         gradient_bytes=tuple(gradients),
+        between_bytes=0 if meter is None or not split else meter.between_bytes.get(stage, 0),
     )
 
 

@@ -308,8 +308,7 @@ class StepMeter(Meter):
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = self._before_weights = 0
         self._halves = Counter[int]()  # by stage: microbatches between the backwards of their inputs and weights
-        # By stage: bytes that are made again for the backward of the inputs, and stay for that of the weights.
-        self.half_bytes: dict[int, int] = {}
+        self.between_bytes: dict[int, int] = {}  # as in `StageCost`
         self._settled = True  # no gradients are being allocated
         self._computing: dict[Hashable, Step] = {}  # by stage: what it computes now
         self._note_time((None, Kind.FORWARD, WHOLE, False))
@@ -344,7 +343,7 @@ class StepMeter(Meter):
             now = self._allocated - self._counters.resident_bytes
             if ends:
                 less = self._before_weights - now - self._standing[step.stage].boundary
-                self.half_bytes[step.stage] = max(self.half_bytes.get(step.stage, 0), less)
+                self.between_bytes[step.stage] = max(self.between_bytes.get(step.stage, 0), less)
             self._before_weights = now
         self._halves[step.stage] += ends * (step.computation is Computation.BACKWARD_INPUT)
         self._halves[step.stage] -= ends * (step.computation is Computation.BACKWARD_WEIGHT)
