@@ -129,48 +129,21 @@ class Table:
         rows: list[Sequence[str]] = list(self.rows)
         if self.sums:
             rows.insert(-1, SEPARATING_LINE)
-        text = self._grid(rows, self.header) if any(self.header) else self._grid(rows, (), "plain")
-        return f"{text}\n{self.note}" if self.note else text
-
-    def to_markdown(self) -> str:
-        """Return the table in Markdown, with its totals in bold."""
-        header, *rows = ([_escape(cell).replace("|", "\\|") for cell in row] for row in (self.header, *self.rows))
-        if self.sums:
-            rows[-1] = [f"**{cell}**" if cell else "" for cell in rows[-1]]
-        text = self._grid(rows, header, "pipe")
-        return f"{text}\n\n{_escape(self.note)}" if self.note else text
-
-    def _grid(self, rows: Sequence[Sequence[str]], header: Sequence[str], notation: str = "simple") -> str:
+        header, notation = (self.header, "simple") if any(self.header) else ((), "plain")
         align = ["left" if k < self.left else "right" for k in range(len(self.header))]
-        return str(tabulate(rows, header, tablefmt=notation, colalign=align, disable_numparse=True))
+        text = str(tabulate(rows, header, tablefmt=notation, colalign=align, disable_numparse=True))
+        return f"{text}\n{self.note}" if self.note else text
 
 
 class Printable:
-    """Print the title, tables and sentences of `_content` as text, in a notebook as Markdown."""
+    """Print the title, tables and sentences of `_content`."""
 
     def _content(self) -> tuple[str, Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
-    def _write(self, table: Callable[[Table], str], words: Callable[[str], str]) -> str:
-        title, tables, sentences = self._content()
-        blocks = [words(title), *map(table, tables), "\n".join(f"- {words(each)}" for each in sentences)]
-        return "\n\n".join(filter(None, blocks))
-
     def __str__(self) -> str:
-        return self._write(str, str)
-
-    def to_markdown(self) -> str:
-        """Return the tables in Markdown, as GitHub and MyST read it."""
-        return self._write(Table.to_markdown, _escape)
-
-    _repr_markdown_ = to_markdown
-
-
-def _escape(words: str) -> str:
-    """Escape what Markdown would take for its own, but for the code between backticks."""
-    words = " ".join(words.split())
-    parts = words.split("`") if words.count("`") % 2 == 0 else [words.replace("`", "\\`")]
-    return "`".join(part if k % 2 else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", part) for k, part in enumerate(parts))
+        title, tables, sentences = self._content()
+        return "\n\n".join(filter(None, [title, *map(str, tables), "\n".join(f"- {each}" for each in sentences)]))
 
 
 # Plain data as JSON
