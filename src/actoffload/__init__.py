@@ -2,9 +2,8 @@
 
 `offload` takes a whole model, or a pipeline schedule, as it is.  `get_cpu_offload_context` goes around each layer of a
 training loop.  What else is public is in the subpackages: `actoffload.schedule` (plans and `simulate`),
-`actoffload.report`, `actoffload.measure`, `actoffload.machine`, `actoffload.moe`, `actoffload.pipeline`,
-`actoffload.integrations`, `actoffload.context` and
-`actoffload.device`.
+`actoffload.report`, `actoffload.measure`, `actoffload.machine`, `actoffload.moe`, `actoffload.integrations`,
+`actoffload.context` and `actoffload.device`.
 """
 
 from . import measure as measure

@@ -92,7 +92,8 @@ def compare(device: torch.device) -> dict[str, dict[str, Any]]:
 def note(handle: Any, steps: list[dict[str, int]]) -> None:
     """Note what a step did."""
     statistics, report = handle.statistics(), handle.report()
-    saved = {"saved": report.peak_bytes, "expected": report.expected_bytes or 0}
+    expected = 0 if handle.plan is None else handle.plan.saved_peak_bytes or 0
+    saved = {"saved": report.peak_resident_bytes, "expected": expected}
     on_demand, resident = statistics.reloaded_on_demand, statistics.resident_bytes
     steps.append({**saved, "offloaded": statistics.bytes_offloaded, "on_demand": on_demand, "resident": resident})
     handle.reset_statistics()

@@ -131,7 +131,7 @@ def test_offloads_in_training_and_reports_once(train, make, tmp_path, capsys):
     train(net, tmp_path, [callback])
     assert all(map(torch.equal, net.parameters(), plain.parameters()))
     assert callback.report.passes == 3
-    assert len(callback.report.offloaded_groups) == BLOCKS - 2
+    assert callback.report.totals.calls_offloaded == BLOCKS - 2
     assert callback.report.totals.bytes_offloaded > 0
     assert texts == [str(callback.report)]
     assert not callback.handle.installed
@@ -280,7 +280,7 @@ def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead,
         gathered.append(report)
         if report is None:
             raise TypeError("gather_reports got an object of type NoneType in rank 1")
-        return RankReports((report, report))
+        return RankReports((report, report), (0, 1))
 
     monkeypatch.setattr(fit, "dist", several)
     monkeypatch.setattr(fit, "gather_reports", gather)
@@ -297,7 +297,7 @@ def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead,
     assert len(gathered) == 1
     assert not callback.handle.installed
     missing = "There is no table of all ranks: gather_reports got an object of type NoneType in rank 1"
-    table = str(RankReports((callback.report, callback.report))) if ran else missing
+    table = str(RankReports((callback.report, callback.report), (0, 1))) if ran else missing
     assert [text.endswith(f"\n\n{table}") for text in texts] == [True] * lead
     assert [text.startswith(str(callback.report)) for text in texts] == [ran] * lead
 

@@ -84,7 +84,7 @@ def test_called_while_an_exception_is_handled():
     except MemoryError:
         handle, statistics = agrees(Waves(6))
     assert (statistics.passes, statistics.bytes_offloaded) == (3, 3 * 4 * 2 * UNIT)
-    assert handle.report().offloaded_groups
+    assert handle.report().totals.offloaded
 
 
 # Without a graph

@@ -159,12 +159,11 @@ def compare(name: str, *, microbatches: int = 4, steps: int = STEPS, **arguments
 
     def after(k: int) -> None:
         statistics = handle.statistics()
-        report = handle.report()
         seen.append(
             {
-                "peak": report.peak_bytes,
-                "expected": report.expected_bytes,
-                "on_demand": report.on_demand,
+                "peak": handle.report().peak_resident_bytes,
+                "expected": None if handle.plan is None else handle.plan.saved_peak_bytes,
+                "on_demand": statistics.reloaded_on_demand,
                 "offloaded": statistics.bytes_offloaded,
                 "reloaded": statistics.bytes_reloaded,
                 "resident": statistics.resident_bytes,
@@ -183,7 +182,7 @@ def compare(name: str, *, microbatches: int = 4, steps: int = STEPS, **arguments
         "steps": seen,
         "plan": None if plan is None else str(plan),
         "plan_bytes": 0 if plan is None else plan.offloaded_bytes,
-        "saved": report.saved_bytes,
+        "saved": report.totals.bytes_saved,
         "ranks": len(table.reports),
         "table": str(table),
         "host_bytes": handle.statistics().host_bytes,

@@ -216,7 +216,7 @@ def recomputed(name: str) -> dict[str, Any]:
     same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
     handle.reset_statistics()
     train(schedule, modules, 1)
-    saves, on_demand = [bool(plan.saves) for plan in handle.plans], handle.report().on_demand
+    saves, on_demand = [bool(plan.saves) for plan in handle.plans], handle.statistics().reloaded_on_demand
     handle.remove()
     return {"same": same, "saves": saves, "on_demand": on_demand}
 

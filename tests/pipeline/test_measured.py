@@ -67,7 +67,7 @@ def run(name: str, link: float, steps: int, **arguments: Any) -> tuple[PipelineH
     found = []
     for _ in range(steps):
         handle.reset_statistics()
-        found.append((step(schedule, device), handle.report().peak_bytes))
+        found.append((step(schedule, device), handle.report().peak_resident_bytes))
     return handle, found, device
 
 
@@ -95,13 +95,13 @@ def test_nothing_is_offloaded_where_everything_fits(name, memory, because):
     assert step(schedule, device) == seconds
     assert hooks
     assert not any(hooks)
-    plan, report = handle.plan, handle.report()
+    plan = handle.plan
     assert not handle.settling
     assert not plan.transfers
     assert not plan.saves
     assert because in plan.because
     assert plan.seconds == plan.baseline_seconds == pytest.approx(seconds)
-    assert report.peak_bytes == report.expected_bytes
+    assert handle.report().peak_resident_bytes == plan.saved_peak_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,13 +110,13 @@ def test_what_there_is_time_to_copy_costs_nothing(name, link):
     """A group takes eight times as long to copy as to compute, or half as long."""
     nothing = run(name, link, MEASURED + 2)[1][-1]
     handle, steps, device = run(name, link, MEASURED + 3, fraction=1.0)
-    plan, report = handle.plan, handle.report()
+    plan = handle.plan
     for seconds, peak in steps[MEASURED:]:
         assert seconds == plan.seconds <= 1.002 * nothing[0]
-        assert peak == report.expected_bytes
+        assert peak == plan.saved_peak_bytes
     assert plan.baseline_seconds == nothing[0]
-    assert link < SAVED or report.expected_bytes < nothing[1]
-    assert report.on_demand == 0
+    assert link < SAVED or plan.saved_peak_bytes < nothing[1]
+    assert handle.statistics().reloaded_on_demand == 0
     assert device.synchronized <= 3
 
 
@@ -187,7 +187,7 @@ def test_recomputed_where_offloading_costs_time(name, part, stage):
         times[recompute] = steps[-1][0]
         assert plan.seconds == pytest.approx(times[recompute], rel=0.01)
         assert all(peak <= budget for _, peak in steps)
-        assert handle.report().on_demand == 0
+        assert handle.statistics().reloaded_on_demand == 0
         handle.remove()
     assert times["auto"] < times[False]
 
@@ -205,7 +205,7 @@ def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
         handle.reset_statistics()
         step(schedule, device)
         plans.append(handle.plan)
-        peaks.append(handle.report().peak_bytes)
+        peaks.append(handle.report().peak_resident_bytes)
     first, second, third = (plans[number] for number in (9, 11, 14))
     # A step shows that groups that are offloaded have grown, the next one shows those that are kept.
     assert plans == [*plans[:9], first, first, second, second, second, third, third]
@@ -228,10 +228,10 @@ def test_steps_that_skip_a_group(first, times, recompute):
         handle.reset_statistics()
         step(schedule, device)
         report = handle.report()
-        assert report.chunks in (MICROBATCHES * BLOCKS, MICROBATCHES * (BLOCKS - 1))
+        assert report.totals.calls in (MICROBATCHES * BLOCKS, MICROBATCHES * (BLOCKS - 1))
     assert not handle.settling
     assert handle.plan.transfers or handle.plan.saves
-    assert report.peak_bytes <= 10 * SAVED
+    assert report.peak_resident_bytes <= 10 * SAVED
 
 
 @pytest.mark.parametrize("first", range(1, 6))
@@ -242,7 +242,7 @@ def test_a_stage_that_runs_none_of_its_groups(name, first):
         modules[1].skipped = set(range(BLOCKS)) if number == first else set()
         step(schedule, device)
     assert not handle.settling
-    assert handle.report().chunks == 2 * MICROBATCHES * BLOCKS
+    assert handle.report().totals.calls == 2 * MICROBATCHES * BLOCKS
 
 
 def test_exceptions_while_steps_are_measured():
@@ -259,7 +259,7 @@ def test_exceptions_while_steps_are_measured():
             step(schedule, device)
     assert not handle.settling
     assert handle.plan.saves
-    assert handle.report().peak_bytes <= 8 * SAVED
+    assert handle.report().peak_resident_bytes <= 8 * SAVED
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -280,7 +280,7 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
     handle.reset_statistics()
     train(schedule, modules, 1)
-    assert handle.report().on_demand == 0
+    assert handle.statistics().reloaded_on_demand == 0
 
 
 class Around(nn.Module):

@@ -28,8 +28,7 @@ def block(index: int, **more: object) -> GroupReport:
     offloaded = index < 4
     numbers = {
         "kind": "Block",
-        "offloaded": offloaded,
-        "storages": 8,
+        "calls_offloaded": int(offloaded),
         "bytes_saved": 512 * MIB,
         "bytes_offloaded": 512 * MIB if offloaded else 0,
         "kept": {Reason.PARAMETER: (4, 100 * MIB), Reason.SMALL: (6, 2 * MIB)},

@@ -1,25 +1,23 @@
 """What a report advises: the right sentence for what is wrong, with its numbers, and none where nothing is."""
 
-import re
-
 import pytest
 from report_samples import attribute
 
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
-from actoffload.report.advice import IN_ORDER, advise
+from actoffload.report.advice import DOING, advise
 
 MIB = 2**20
 
 
 def block(index: int, *, offloaded: bool = True, **more: object) -> GroupReport:
     numbers = {
+        "calls_offloaded": int(offloaded),
         "bytes_saved": 300 * MIB,
         "bytes_offloaded": 300 * MIB if offloaded else 0,
-        "storages": 6,
         "reloaded_ahead": 6 if offloaded else 0,
         "bytes_reloaded": 300 * MIB if offloaded else 0,
     }
-    return GroupReport(f"layers.{index}", "Block", offloaded=offloaded, **{**numbers, **more})
+    return GroupReport(f"layers.{index}", "Block", **{**numbers, **more})
 
 
 def report(*groups: GroupReport, **more: object) -> Report:
@@ -44,40 +42,35 @@ def assert_has(sentence: str, *parts: str) -> None:
 # Nothing to change
 
 
-RECOMPUTED = {"bytes_saved": 100 * MIB, "recomputed": True, "bytes_recomputed": 200 * MIB}
-
-
 @pytest.mark.parametrize(
-    ("more", "words"),
+    "more",
     [
-        ({}, ("900.0 MiB of 1.17 GiB of activations (75.0 %)", "3 of 4 groups")),
-        ({0: {"kept": {Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}}}, ("900.0 MiB of 1.17 GiB",)),
-        ({0: {"kept": {Reason.DEVICE: (4, 900 * MIB)}}}, ("900.0 MiB of 2.05 GiB",)),  # of no memory of this one
-        ({2: {"bytes_wasted": 50 * MIB}}, ("850.0 MiB of 1.17 GiB", "70.8 %")),
-        ({0: {"bytes_not_freed": 4 * MIB}}, ("900.0 MiB of 1.17 GiB",)),  # hardly counts
-        ({3: RECOMPUTED}, ("of 1.17 GiB of saved and recomputed activations", "1 group is recomputed")),
-        ({2: RECOMPUTED, 3: RECOMPUTED}, ("2 groups are recomputed",)),
-        ({0: {"forward_stall_seconds": 0.0, "backward_stall_seconds": 0.0004}}, ("stalled for 0.1 % of the step",)),
+        {},
+        {"kept": {Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}},
+        {"kept": {Reason.DEVICE: (4, 900 * MIB)}},  # of no memory of this one
+        {"bytes_wasted": 50 * MIB},
+        {"calls_offloaded": 0, "bytes_offloaded": 0, "recomputed": True, "bytes_recomputed": 200 * MIB},
+        {"stall_seconds": 0.0004},
     ],
 )
-def test_if_all_is_well_one_sentence_says_so_with_the_numbers(more, words):
-    groups = [block(k, offloaded=k < 3, **more.get(k, {})) for k in range(4)]
+def test_if_all_is_well_there_is_nothing_to_change(more):
+    groups = [block(0, **more), block(1), block(2), block(3, offloaded=False)]
     known = report(*groups, step_seconds=0.4, seconds=0.3, baseline_seconds=0.298)  # less than 1 %
-    assert_has(only(advise(known)), "Nothing to change: ", *words)
+    assert only(advise(known)) == "Nothing to change."
 
 
 def test_a_pass_that_is_longer_than_without_is_never_well():
     sentence = only(advise(report(seconds=0.11, baseline_seconds=0.1)))
-    assert_has(sentence, "A pass takes 10.0 % longer", "larger memory_budget", "else nothing is to change")
+    assert_has(sentence, "A pass takes 10.0 % longer", "larger memory_budget")
     stalled_too = advise(stalled(seconds=0.11, baseline_seconds=0.1))
     assert_has(stalled_too[0], "A pass takes 10.0 % longer")
     assert_has(stalled_too[1], "Compute stalled", ": raise memory_budget, if it is set.")
-    assert only(advise(report(seconds=0.11, baseline_seconds=0.1, times=False))).startswith("Nothing to change: ")
+    assert only(advise(report(seconds=0.11, baseline_seconds=0.1, times=False))).startswith("Nothing to change")
 
 
 def test_before_the_first_forward_one_sentence_says_so():
     sentence = only(advise(Report()))
-    assert_has(sentence, "No group has run", "0 forward passes")
+    assert_has(sentence, "No group has run")
     assert only(advise(Report((block(0, calls=0),)))) == sentence
 
 
@@ -91,18 +84,13 @@ def kept_for(reason: Reason, nbytes: int, count: int = 4, **more: object) -> Rep
     return report(*groups, **more)
 
 
-@pytest.mark.parametrize("reason", [reason for reason in Reason if reason not in IN_ORDER])
+@pytest.mark.parametrize("reason", [*DOING, Reason.SMALL, Reason.HOST_FULL, Reason.OUTSIDE])
 def test_a_large_share_for_a_reason_is_named_with_what_to_do(reason):
     sentence = only(advise(kept_for(reason, 300 * MIB)))
-    assert " in 1 tensor) " in only(advise(kept_for(reason, 300 * MIB, count=1)))
     share = "25.0 %" if reason is Reason.HOST_FULL else "20.0 %"  # those are among the bytes saved
     beginning = f'{share} of the activations (300.0 MiB in 4 tensors) were kept for the reason "{reason.value}": '
     assert sentence.startswith(beginning)
     assert len(sentence) > len(beginning) + 20
-    small = [block(0, bytes_saved=MIB, bytes_offloaded=0, kept={reason: (9, MIB)})]
-    if reason not in (Reason.OUTSIDE, Reason.HOST_FULL):
-        found = advise(report(*small, *(block(k, offloaded=False) for k in range(1, 4))))
-        assert reason.value not in " ".join(found), "a share of a small group is worth no sentence"
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(99 * MIB, False), (101 * MIB, True)])
@@ -162,10 +150,9 @@ def test_equal_holders_of_many_groups_are_one_sentence():
 
 
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
-    unnamed, unseen = advise(
-        report(*not_freed(dict.fromkeys(range(2), 30 * MIB)), held=(HeldStorage("layers.1", 20 * MIB),))
-    )
-    assert_has(unnamed, "6.7 %", "2 groups (layers.0, layers.1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
+    held = (HeldStorage("layers.0", 40 * MIB), HeldStorage("layers.1", 20 * MIB, ()))
+    unnamed, unseen = advise(report(*not_freed({0: 40 * MIB, 1: 20 * MIB}), held=held))
+    assert_has(unnamed, "13.3 %", "layers.0", "40.0 MiB of 300.0 MiB", "handle.recording()")
     assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, a library, or C++")
 
 
@@ -202,73 +189,22 @@ def test_what_to_do_about_inputs_and_outputs(path, kind, words):
 def test_reloads_on_demand_name_their_groups_and_the_likely_reason():
     groups = [block(0), block(1, reloaded_on_demand=2, reloaded_ahead=4), block(2), block(3, offloaded=False)]
     assert_has(only(advise(report(*groups))), "2 of 18 reloads", "11.1 %", "layers.1", "execution order")
-    groups[2:] = [block(2, reloaded_on_demand=6, reloaded_ahead=0), block(3, offloaded=False, calls=0)]
-    assert_has(only(advise(report(*groups))), "layers.1, layers.2", "later groups", "did not run")
 
 
-def test_measured_stalls_are_named_from_half_a_percent_on():
-    def stalled(seconds: float) -> tuple[str, ...]:
-        stalls = [(0.0, 0.0), (seconds, 0.0), (0.0, seconds / 2), (0.0, 0.0)]
-        groups = [
-            block(k, offloaded=k < 3, forward_stall_seconds=forward, backward_stall_seconds=backward)
-            for k, (forward, backward) in enumerate(stalls)
-        ]
-        return advise(report(*groups, step_seconds=0.1))
-
-    assert_has(only(stalled(0.010)), "15.0 %", "10.00 ms in forward", "5.00 ms in backward", "layers.1 (10.00 ms)")
-    assert only(stalled(0.0003)).startswith("Nothing to change")  # 0.45 %
-    assert only(stalled(0.0004)).startswith("Compute stalled")  # 0.6 %
-
-
-def stalled(**more: object) -> Report:
-    groups = [block(k, offloaded=k < 3, backward_stall_seconds=0.01 * (k < 3)) for k in range(4)]
+def stalled(longest: float = 0.01, **more: object) -> Report:
+    groups = [block(k, offloaded=k < 3, stall_seconds=longest * (k == 1) + longest / 2 * (k == 2)) for k in range(4)]
     return report(*groups, step_seconds=0.1, **more)
 
 
-def test_advice_about_stalls_without_a_plan_is_fewer_groups():
-    assert only(advise(stalled())).endswith(": offload fewer groups.")
+def test_measured_stalls_are_named_from_half_a_percent_on():
+    assert_has(only(advise(stalled())), "15.0 %", "layers.1 (10.00 ms)", ": offload fewer groups.")
+    assert only(advise(stalled(0.0003))).startswith("Nothing to change")  # 0.45 %
+    assert only(advise(stalled(0.0004))).startswith("Compute stalled")  # 0.6 %
     assert only(advise(stalled(times=False))).startswith("Nothing to change")
-
-
-def test_nothing_to_change_needs_groups_that_cover_the_activations():
-    def outside(nbytes: int) -> Report:
-        return report(outside={Reason.SMALL: (900, nbytes * MIB), Reason.PARAMETER: (1, MIB)})
-
-    sentence = only(advise(outside(1300)))
-    assert_has(sentence, "Only 48.0 % of the activations lie in groups", '"smaller than the limit"')
-    assert only(advise(outside(1200))).startswith("Nothing to change")
 
 
 def test_nothing_is_offloaded():
     none = tuple(block(k, offloaded=False) for k in range(3))
-    sentence = "None of 3 groups is offloaded: the last of each kind is always kept."
-    assert only(advise(report(*none))) == sentence
-    because = "no copy fits beside the compute."
-    assert only(advise(report(*none, because=because))) == "No copy fits beside the compute."
-    assert only(advise(report(*none, because=because, times=False))) == sentence, "nothing was measured"
-    copied_none = tuple(block(k, bytes_offloaded=0) for k in range(3))
-    assert_has(only(advise(report(*copied_none))), "3 of 3 groups", "900.0 MiB of 900.0 MiB")
-    replayed = report(*(block(k, offloaded=False, **RECOMPUTED) for k in range(3)))
-    assert_has(only(advise(replayed)), "Nothing to change in memory: 3 groups are recomputed.")
-    some = [block(0, bytes_offloaded=0, kept={Reason.SMALL: (1, 8 * MIB)}), block(1, bytes_offloaded=0)]
-    some += [block(2, offloaded=False, kept={Reason.SMALL: (1, 16 * MIB)})]  # not a group that is offloaded
-    assert "600.0 MiB of 608.0 MiB" in only(advise(report(*some)))
-
-
-def test_what_is_offloaded_without_a_lower_peak_is_named():
-    freed = {"expected_bytes": 900 * MIB, "dropped_bytes": 900 * MIB}
-    sentence = only(advise(report(**freed, peak_resident_bytes=1150 * MIB)))
-    assert_has(sentence, "900.0 MiB were offloaded", "only 50.0 MiB lower", "smaller groups", "or offload nothing")
-    assert only(advise(report(**freed, peak_resident_bytes=1100 * MIB))).startswith("Nothing to change")
-
-
-def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
-    kept = {Reason.SMALL: (9, 200 * MIB), Reason.MARKED: (2, 400 * MIB), Reason.LAYOUT: (9, 200 * MIB)}
-    outside = {Reason.OUTSIDE: (1, 900 * MIB)}
-    groups = [block(0, kept=kept), block(1), block(2, offloaded=False)]
-    sentences = advise(report(*groups, outside={}))
-    again = advise(report(block(0, kept=dict(reversed(kept.items()))), *groups[1:], outside={}))
-    assert sentences == again
-    reasons = [re.findall(r'"(.*)"', sentence)[0] for sentence in sentences]
-    assert reasons == [reason.value for reason in (Reason.MARKED, Reason.LAYOUT, Reason.SMALL)]
-    assert '"saved outside' in advise(report(*groups, outside=outside))[0]
+    assert_has(only(advise(report(*none))), "None of 3 groups is offloaded", "with layers")
+    assert only(advise(report(*none, because="All fits."))).startswith("Nothing to change")
+    assert_has(only(advise(report(*none, because="All fits.", times=False))), "None of 3 groups")

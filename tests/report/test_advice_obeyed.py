@@ -57,7 +57,7 @@ def measures(report: Report) -> dict[str, float]:
     return {
         "coverage": round(report.coverage or 0.0, 3),
         "covered": report.totals.activation_bytes,
-        "groups": len(report.offloaded_groups),
+        "groups": report.totals.calls_offloaded,
         "eligible": report.totals.bytes_saved,
         "offloaded": offloaded,
         "stalled": -round(stalled, 6),
@@ -71,7 +71,7 @@ def changes(report: Report) -> list[dict[str, Any]]:
         if number := re.search(r"(min_bytes|max_host_bytes)(?:=|, if it is set, to at least )(\d+)", sentence):
             found.append({number[1]: int(number[2])})
         if sentence.endswith(": offload fewer groups."):
-            found.append({"num_layers": len(report.offloaded_groups) - 1})
+            found.append({"num_layers": report.totals.calls_offloaded - 1})
     return found
 
 

@@ -13,7 +13,7 @@ import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
-from actoffload.report import StepTimeline, build
+from actoffload.report import build
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def test_layers_in_contexts_are_timed_until_another_pass_is_reached(device):
             starts = [torch.zeros(1, requires_grad=True) * 1.0 for _ in range(3)]
             sum(forward([layer_of(cost, device)] * 4, x, context, context.synchronize) for x in starts).backward()
     timeline = recorder.timeline()
-    assert [times["backward"] for times in StepTimeline(timeline, ()).by_layer()] == [6.0] * 4
+    assert [times["backward_seconds"] for times in build.seconds_by_layer(timeline, 4)] == [6.0] * 4
     assert timeline.seconds(Kind.BACKWARD) == 24.0
 
 
@@ -103,7 +103,7 @@ def test_a_backward_in_a_hook_of_another_pass_ends_nothing(device):
         x = model(torch.ones(1, requires_grad=True) * 1.0)
         registered.remove()
         x.backward()
-    spans = handle.timeline().timeline.of(Kind.BACKWARD)
+    spans = handle.timeline().of(Kind.BACKWARD)
     inside = 8.0 + 5 * 2.0 + 16.0
     assert sorted(span.seconds for span in spans if span.layer == 2) == [2.0, 2.0 + inside]
     assert sum(span.seconds for span in spans if span.layer == 1) == 4.0

@@ -1,8 +1,8 @@
-"""A recorded step with names: compute and stalls of each layer."""
+"""A recorded step: compute and stalls of each layer."""
 
 import pytest
 
-from actoffload.report import StepTimeline
+from actoffload.report.build import seconds_by_layer
 from actoffload.schedule import Kind, Span, Timeline
 
 MEASURED = Timeline.build(
@@ -20,37 +20,14 @@ MEASURED = Timeline.build(
 )
 
 
-def times(
-    forward: float = 0.0, backward: float = 0.0, forward_stall: float = 0.0, backward_stall: float = 0.0
-) -> dict[str, float]:
-    return {
-        "forward": forward,
-        "backward": backward,
-        "forward_stall": forward_stall,
-        "backward_stall": backward_stall,
-    }
+def times(forward: float = 0.0, backward: float = 0.0, stall: float = 0.0) -> dict[str, float]:
+    found = {"forward_seconds": forward, "backward_seconds": backward, "stall_seconds": stall}
+    return {name: pytest.approx(seconds) for name, seconds in found.items()}
 
 
-def step() -> StepTimeline:
-    return StepTimeline(MEASURED, ("encoder", "head"))
+def test_compute_and_stalls_of_each_layer():
+    assert seconds_by_layer(MEASURED, 3) == [times(0.010, 0.020, 0.007), times(0.010, 0.020), times()]
 
 
-# Numbers
-
-
-def test_work_and_waiting_of_each_layer():
-    first, second = step().by_layer()
-    assert first == times(pytest.approx(0.010), pytest.approx(0.020), pytest.approx(0.003), pytest.approx(0.004))
-    assert second == times(pytest.approx(0.010), pytest.approx(0.020), 0.0, 0.0)
-
-
-def test_waiting_within_work_belongs_to_that_work_whatever_comes_next():
-    spans = [Span(Kind.FORWARD, 0, 0.0, 0.010), Span(Kind.STALL, 0, 0.004, 0.006), Span(Kind.BACKWARD, 0, 0.010, 0.020)]
-    (only,) = StepTimeline(Timeline.build(spans), ("a",)).by_layer()
-    assert only == times(pytest.approx(0.008), pytest.approx(0.010), pytest.approx(0.002), 0.0)
-
-
-def test_layers_that_did_nothing_and_an_empty_step():
-    assert StepTimeline(MEASURED, ("a", "b", "c")).by_layer()[2] == times()
-    assert len(StepTimeline(MEASURED, ()).by_layer()) == 2
-    assert StepTimeline(Timeline(()), ()).by_layer() == ()
+def test_an_empty_step():
+    assert seconds_by_layer(Timeline(()), 1) == [times()]

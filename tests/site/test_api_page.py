@@ -8,7 +8,7 @@ import pytest
 
 PAGES = sorted(page for page in (Path(__file__).parents[2] / "docs" / "api").glob("*.md") if page.stem != "index")
 PACKAGES = (
-    *("", ".planner", ".schedule", ".report", ".report.plots", ".pipeline", ".context", ".moe", ".device"),
+    *("", ".planner", ".schedule", ".report", ".report.plots", ".context", ".moe", ".device"),
     *(".measure", ".machine", ".integrations"),
 )
 

@@ -17,11 +17,12 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics
 from ..report.build import build
-from ..report.plots import Frontier, StepTimeline
+from ..report.plots import Frontier
 from ..report.report import GroupReport, Report
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
+from ..schedule.timeline import Timeline
 from .follow import (
     GROUP,
     ROOT,
@@ -208,9 +209,10 @@ class OffloadHandle:
                 "whole training step there."
             )
 
-    def timeline(self) -> StepTimeline:
+    def timeline(self) -> Timeline:
         """Return the recorded step: compute, copies in both directions and stalls.
 
+        `actoffload.report.plots.plot_timeline` draws it; its layers are the groups as they ran.
         Raises a `RuntimeError` if no step was recorded, or the block has not ended yet.
         """
         recording = self._log.recording
@@ -219,7 +221,7 @@ class OffloadHandle:
                 "No step was recorded: run one training step inside `with handle.recording():`, and call "
                 "timeline() after the block."
             )
-        return recording.timeline()
+        return recording.recorder.timeline()
 
     def frontier(self) -> Frontier:
         """Search the plans of which none is both slower and larger than another, from what the first passes measured.
@@ -296,7 +298,6 @@ class OffloadHandle:
             self.statistics(),
             self._log.recording,
             [group for group in every if group.name not in latest.names],
-            zip(plan.names, plan.recomputed_nbytes, strict=False),
             because=plan.because,
             proven_bytes=replays.proven_bytes,
             samples=replays.alarm.samples,

@@ -49,7 +49,7 @@ def coverage_warning(state: ModelState) -> str | None:
         return None
     outside = dict(latest.report.outside or {})
     outside.pop(Reason.KEPT, None)
-    covered = latest.report.totals.activation_bytes + sum(layer.remade_bytes for layer in latest.layers)
+    covered = latest.report.totals.activation_bytes
     saved = covered + GroupReport("outside", kept=outside).activation_bytes
     if 2 * covered >= saved:
         return None

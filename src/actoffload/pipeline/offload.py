@@ -20,7 +20,8 @@ from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..model.select import check_entries
 from ..replay import Policy, PolicyArgument, policy_for
-from ..report.ranks import PipelineReport, RankReports, gather_reports
+from ..report.ranks import RankReports, gather_reports
+from ..report.report import Report
 from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan
@@ -365,8 +366,8 @@ class PipelineHandle:
         with engine.lock:
             engine.counters.reset()
 
-    def report(self) -> PipelineReport:
-        """Return what this rank did in the steps since `offload` or `reset_statistics` was called.
+    def report(self) -> Report:
+        """Return what this rank saves and offloads in a step, and the peak since `offload` or `reset_statistics`.
 
         Raises a `RuntimeError` if no step has ended.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from .._torch.tensors import leaves
 from .._warnings import warn
 from ..engine import eligibility
-from ..report.ranks import PipelineReport
+from ..report.report import GroupReport, Report
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import LostRankError
@@ -186,33 +187,32 @@ class Runner:
         schedule = self._followed[-1]()
         return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
-    def report(self) -> PipelineReport:
+    def report(self) -> Report:
         """Return what this rank did since its statistics were reset."""
         learned, plan = self.conductor.learned, self.conductor.plan
         if not learned.order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
-        peak = self._peak if self.conductor.scoped else statistics.peak_resident_bytes
-        forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
-        # Until a step has run with a new plan, what the plan expects.
-        saved = {
-            stage.index: sum(stage.steering.sizes if stage.steering.saved or plan is None else plan.nbytes[stage.index])
-            for stage in self.stages
-        }
-        groups = {stage.index: len(stage.steering.names) for stage in self.stages}
-        return PipelineReport(
-            rank=self.rank,
-            stages=tuple(saved),
-            chunks=sum(groups[stage] for stage in forwards),
-            offloaded=0 if plan is None else len(plan.transfers),
-            saved_bytes=sum(saved[stage] for stage in forwards),
-            offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
-            peak_bytes=peak,
-            expected_bytes=None if plan is None else plan.saved_peak_bytes,
-            boundary_bytes=sum(learned.boundary.values()),
-            on_demand=statistics.reloaded_on_demand,
+        forwards = Counter(step.stage for step in learned.order if step.computation is Computation.FORWARD)
+        chunks = Counter((chunk.stage, chunk.group) for chunk in (() if plan is None else plan.transfers))
+        groups = []
+        for stage in self.stages:
+            index, sizes = stage.index, stage.steering.sizes
+            if plan is not None and not stage.steering.saved:  # no step has run with it yet
+                sizes = plan.nbytes[index]
+            again = () if plan is None else plan.saves.get(index, ())
+            for k, (name, nbytes) in enumerate(zip(stage.steering.names, sizes, strict=False)):
+                number, recomputed = chunks[index, k], bool(again) and again[k] is not None
+                saved: dict[str, Any] = {"bytes_saved": nbytes * forwards[index], "bytes_offloaded": nbytes * number}
+                groups.append(GroupReport(name, f"stage {index}", forwards[index], number, recomputed, **saved))
+        return Report(
+            groups=tuple(groups),
+            passes=statistics.passes,
+            peak_resident_bytes=self._peak if self.conductor.scoped else statistics.peak_resident_bytes,
             host_bytes=statistics.host_bytes,
+            host_bytes_high_water=statistics.host_bytes_high_water,
             because=MEASURING if plan is None else plan.because,
+            times=self.conductor.engine.backend.times,
         )
 
     def remove(self) -> None:

@@ -2,7 +2,7 @@
 
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from .holders import HeldStorage, Holder
-from .plots import Frontier, StepTimeline
+from .plots import Frontier
 from .ranks import RankReports, gather_reports
 from .report import GroupReport, Report
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
@@ -16,7 +16,6 @@ __all__ = [
     "Reason",
     "Report",
     "Statistics",
-    "StepTimeline",
     "Synchronization",
     "Synchronizations",
     "TimelineRecorder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,9 +20,10 @@ from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..engine.storage import Residency
 from ..schedule.execution_order import OUTSIDE, GroupKey
+from ..schedule.timeline import Kind, Timeline
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders
-from .plots import StepTimeline
+from .plots import COMPUTE, without_stalls
 from .report import Amounts, GroupReport, Report, add_amounts, sum_groups
 
 # What a pass did
@@ -63,7 +64,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 continue
             shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
             copied = storage.bytes_copied
-            numbers.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=copied)
+            numbers.update(bytes_saved=storage.nbytes, bytes_offloaded=copied)
             numbers["bytes_wasted"] += copied if shared else 0
             if offloaded:
                 in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
@@ -78,9 +79,10 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
                 held.append(HeldStorage(name, storage.nbytes, is_input=address(memory) in inputs))
                 numbers["bytes_not_freed"] += storage.nbytes
                 freed -= storage.nbytes
-        more: dict[str, Any] = {**numbers, "kept": add_amounts(kept)}
-        recomputed = layer.recomputed is not None
-        groups.append(GroupReport(name, kind, offloaded=offloaded, recomputed=recomputed, **more))
+        if layer.recomputed is not None:
+            numbers["bytes_recomputed"] = layer.remade_bytes
+        more: dict[str, Any] = {**numbers, "kept": add_amounts(kept), "recomputed": layer.recomputed is not None}
+        groups.append(GroupReport(name, kind, calls_offloaded=int(offloaded), **more))
     report = Report(
         groups=tuple(groups),
         held=tuple(held),
@@ -209,10 +211,6 @@ class Recording:
     held: tuple[HeldStorage, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
 
-    def timeline(self) -> StepTimeline:
-        """Return the recorded step."""
-        return StepTimeline(self.recorder.timeline(), self.names)
-
     def note(self, latest: PassStatistics) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
@@ -240,36 +238,27 @@ def build(
     statistics: Statistics,
     recording: Recording | None,
     absent: Sequence[GroupReport] = (),
-    remade: Iterable[tuple[str, int]] = (),
     **more: Any,
 ) -> Report:
     """Return the report of a pass, with advice, and with the times and holders of a recorded step of the same groups.
 
-    Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `remade` are bytes
-    by which groups save less if they are recomputed; `more` are further fields of `Report`.
+    Groups with the same name are calls of one group, and added up.  Groups in `absent` did not run; `more` are further
+    fields of `Report`.
     """
-    less = dict(remade)
-    seconds: Sequence[dict[str, Any]] = [{} for _ in latest.layers]
+    seconds = [dict[str, float]() for _ in latest.layers]
     if recording is not None and recording.names == latest.names:
         more["outside_modules"] = dict(recording.outside)
         if not recording.open:
-            step = recording.timeline()
-            seconds = step.by_layer()
+            step = recording.recorder.timeline()
+            seconds = seconds_by_layer(step, len(latest.layers))
             # The end of the recording notes the resident bytes last.
-            ends = step.timeline.end, *(at for at, _ in step.timeline.resident[-1:]), 0.0
+            ends = step.end, *(at for at, _ in step.resident[-1:]), 0.0
             more |= {"step_seconds": max(ends), "step_passes": recording.passes}
-            more["times"] = more.get("times", True) and step.timeline.source != "reference device"
+            more["times"] = more.get("times", True) and step.source != "reference device"
     rows = []
     for layer, row, times in zip(latest.layers, latest.report.groups, seconds, strict=False):
-        reloaded = replace(
-            row,
-            reloaded_ahead=layer.ahead,
-            reloaded_on_demand=layer.on_demand,
-            bytes_reloaded=layer.bytes_reloaded,
-            bytes_recomputed=less.get(row.name, 0) * row.recomputed,
-            **{f"{name}_seconds": value for name, value in times.items()},
-        )
-        rows.append(reloaded)
+        known: dict[str, Any] = {"reloaded_ahead": layer.ahead, "reloaded_on_demand": layer.on_demand, **times}
+        rows.append(replace(row, bytes_reloaded=layer.bytes_reloaded, **known))
     groups = [sum_groups(calls, calls[0].name) for calls in fold(rows, lambda row: row.name)]
     report = replace(
         latest.report,
@@ -278,17 +267,27 @@ def build(
         peak_resident_bytes=statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
-        held=tuple(_held(latest, recording)),
+        held=tuple(_named(latest.report.held, recording)),
         **more,
     )
     return replace(report, advice=advise(report))
 
 
-def _held(latest: PassStatistics, recording: Recording | None) -> Iterator[HeldStorage]:
-    """Yield what else references memory; without a search only the inputs of the model, which the caller holds."""
-    searched = recording is not None and recording.held == latest.report.held
-    for k, held in enumerate(latest.report.held):
+def seconds_by_layer(timeline: Timeline, layers: int) -> list[dict[str, float]]:
+    """Return the compute time of each layer without stalls, and the stalls for its copies, as fields of its group."""
+    names = {Kind.FORWARD: "forward_seconds", Kind.BACKWARD: "backward_seconds", Kind.STALL: "stall_seconds"}
+    spans = [span for span in without_stalls(timeline) if span.kind in COMPUTE]
+    sums = [dict.fromkeys(names.values(), 0.0) for _ in range(max([layers, *(span.layer + 1 for span in spans)]))]
+    for span in spans:
+        sums[span.layer][names[span.kind]] += span.seconds
+    return sums
+
+
+def _named(held: Sequence[HeldStorage], recording: Recording | None) -> Iterator[HeldStorage]:
+    """Yield storages with what else references them, where that was searched for, or is the caller with an input."""
+    searched = recording is not None and recording.held == held
+    for k, each in enumerate(held):
         known = recording.holders[k] if recording is not None and searched else ()
-        is_input = held.is_input and {holder.kind for holder in known} <= CALLERS
-        if searched or is_input:
-            yield replace(held, holders=known or (INPUT,) * is_input, is_input=is_input)
+        is_input = each.is_input and {holder.kind for holder in known} <= CALLERS
+        named = known or (INPUT,) if is_input else known
+        yield replace(each, holders=named if searched or is_input else None, is_input=is_input)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .._text import numberless
+from .._text import fold, numberless
 from .._torch.modules import CALL_VARIABLES, CALLS
 from .._torch.tensors import gradient_of, no_torch_function, storage_address
 from .synchronization import is_library
@@ -65,35 +65,41 @@ class HeldStorage:
     ----------
     group, nbytes : str, int
         Name of the group that saved it; size in bytes.
-    holders : tuple of Holder
-        What in Python refers to it.  Empty if only autograd of another graph, a library or C++ does.
+    holders : tuple of Holder, or None
+        What in Python refers to it.  Empty if only autograd of another graph, a library or C++ does; None if a step was
+        not recorded.
     is_input : bool
         Whether it is an input of the model, which its caller may refer to.
     """
 
     group: str
     nbytes: int
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[Holder, ...] | None = None
     is_input: bool = False
 
 
-def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
+def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...] | None]]:
     """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
 
     The same are holders that differ in numbers alone or behind the first name of their paths, as keys and values do.
     """
-    merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
-    for storage in held:
-        key = tuple((h.kind, numberless(FIRST.findall(h.paths[0])[0]), numberless(h.owner)) for h in storage.holders)
-        merged.setdefault(key, []).append(storage)
+
+    def key(storage: HeldStorage) -> object:
+        return storage.holders and tuple(
+            (holder.kind, numberless(FIRST.findall(holder.paths[0])[0]), numberless(holder.owner))
+            for holder in storage.holders
+        )
+
     entries = []
-    for same in merged.values():
-        groups, holders = tuple(dict.fromkeys(storage.group for storage in same)), []
-        for alike in zip(*(storage.holders for storage in same), strict=True):
-            paths = dict.fromkeys(holder.paths[0] for holder in alike if holder.owner == alike[0].owner)
-            holders.append(replace(alike[0], paths=tuple(paths)))
-        entries.append((groups, sum(storage.nbytes for storage in same), tuple(holders)))
-    return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
+    for same in fold(held, key):
+        groups, holders, merged = tuple(dict.fromkeys(each.group for each in same)), same[0].holders, list[Holder]()
+        for k, first in enumerate(holders or ()):
+            alike = (storage.holders[k] for storage in same if storage.holders)
+            paths = dict.fromkeys(holder.paths[0] for holder in alike if holder.owner == first.owner)
+            merged.append(replace(first, paths=tuple(paths)))
+        named = None if holders is None else tuple(merged)
+        entries.append((groups, sum(storage.nbytes for storage in same), named))
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0], str(entry[2])))
 
 
 # The search

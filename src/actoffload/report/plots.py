@@ -16,7 +16,7 @@ from .._text import Printable, Table, byte_unit, milliseconds, size, size_or_das
 from ..schedule.plan import Plan
 from ..schedule.timeline import Kind, Span, Timeline
 
-__all__ = ["Frontier", "StepTimeline", "plot_measurements", "plot_timeline", "plot_trace"]
+__all__ = ["Frontier", "plot_measurements", "plot_timeline", "plot_trace"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,44 +174,6 @@ def add_legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
     ax.legend(handles=handles, loc="lower left", frameon=False, **space)
 
 
-# A recorded step
-
-
-@dataclass(frozen=True)
-class StepTimeline:
-    """Compute, copies and stalls of a recorded step over time.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        The step.
-    names : tuple of str
-        Names of the layers by their index in the timeline.
-    """
-
-    timeline: Timeline
-    names: tuple[str, ...]
-
-    def by_layer(self) -> tuple[dict[str, float], ...]:
-        """Return the seconds of each layer: ``forward`` and ``backward`` without stalls, and stalls for its copies.
-
-        Compute stalls for copies to the host in forward, ``forward_stall``, and for copies to the device in backward.
-        """
-        spans = [span for span in without_stalls(self.timeline) if span.kind in COMPUTE]
-        keys = ("forward", "backward", "forward_stall", "backward_stall")
-        sums = [dict.fromkeys(keys, 0.0) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))]
-        direction = next((span.kind for span in reversed(spans) if span.kind is not Kind.STALL), Kind.BACKWARD)
-        for span in reversed(spans):  # a stall belongs to the compute behind it, which may be the rest of a span
-            stalled = span.kind is Kind.STALL
-            direction = direction if stalled else span.kind
-            sums[span.layer][f"{direction.value}_stall" if stalled else direction.value] += span.seconds
-        return tuple(sums)
-
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw compute and copies over time, with the numbers of layers; see `plot_timeline`."""
-        return plot_timeline(self.timeline, ax)
-
-
 # Time against peak memory
 
 
@@ -219,7 +181,7 @@ class StepTimeline:
 class Frontier(Printable):
     """The plans that are worth having: each is expected to be faster than all with a smaller peak.
 
-    ``print`` gives a table; a notebook shows it.
+    ``print`` gives a table.
 
     Parameters
     ----------

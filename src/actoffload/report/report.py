@@ -28,35 +28,31 @@ class GroupReport:
     ----------
     name, kind : str
         Dotted name of the module; its kind, usually its class.
-    calls, offloaded, recomputed : int, bool, bool
-        Number of calls, 0 if it did not run; whether the plan offloads the group; whether it is recomputed in backward.
-    calls_offloaded : int or None
-        Number of calls that the plan offloads; None for all or none of them.
-    storages, bytes_saved : int
-        Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
+    calls, calls_offloaded, recomputed : int, int, bool
+        Number of calls, 0 if it did not run; those that the plan offloads; whether it is recomputed in backward.
+    bytes_saved : int
+        Bytes that can be offloaded, also if the group is kept.  A storage counts in the first group that saved it.
     bytes_offloaded, bytes_wasted : int
         Bytes copied to the host; the part of them that stays on the device, because a group that is kept saved the same
         storages later (`Reason.SHARED` counts them too), or the group was kept as the execution order changed.
     bytes_recomputed : int
-        Bytes that backward computes again and the group does not save; 0 if that is not known.
+        Bytes that backward computes again, and the group does not save.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
         Storages reloaded by the schedule; storages reloaded only when backward needed them; bytes reloaded.
     bytes_not_freed : int
         Bytes that were offloaded and are still on the device because something refers to their storage.
-    forward_seconds, backward_seconds, forward_stall_seconds, backward_stall_seconds : float or None
-        Compute time on the device without stalls, and time for which compute waited for copies of this group: to the
-        host in forward, to the device in backward.  None unless a step was recorded.
+    forward_seconds, backward_seconds, stall_seconds : float or None
+        Compute time on the device without stalls, and time for which compute waited for copies of this group.  None
+        unless a step was recorded.
     """
 
     name: str
     kind: str = ""
     calls: int = 1
-    offloaded: bool = False
+    calls_offloaded: int = 0
     recomputed: bool = False
-    calls_offloaded: int | None = None
-    storages: int = 0
     bytes_saved: int = 0
     bytes_offloaded: int = 0
     bytes_wasted: int = 0
@@ -68,13 +64,12 @@ class GroupReport:
     bytes_not_freed: int = 0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
-    forward_stall_seconds: float | None = None
-    backward_stall_seconds: float | None = None
+    stall_seconds: float | None = None
 
     @property
-    def offloaded_calls(self) -> int:
-        """Number of calls that the plan offloads."""
-        return self.calls * self.offloaded if self.calls_offloaded is None else self.calls_offloaded
+    def offloaded(self) -> bool:
+        """Whether the plan offloads a call of the group."""
+        return self.calls_offloaded > 0
 
     @property
     def bytes_kept(self) -> int:
@@ -83,27 +78,20 @@ class GroupReport:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of all saved activations, whether they can be offloaded or not."""
-        return self.bytes_saved + sum(n for reason, (_, n) in self.kept.items() if reason not in WEIGHTS | FOLLOWED)
-
-    @property
-    def stall_seconds(self) -> float | None:
-        """Stall in forward and backward together, in seconds."""
-        return _sum((self.forward_stall_seconds, self.backward_stall_seconds))
+        """Bytes of all activations: those that were saved, whether they can be offloaded or not, and the recomputed."""
+        kept = sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS | FOLLOWED)
+        return self.bytes_saved + self.bytes_recomputed + kept
 
 
 def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
     groups = tuple(groups)
     kinds = {group.kind for group in groups}
-    total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups)}
-    for done in ("offloaded", "recomputed"):
-        total[done] = any(getattr(group, done) for group in groups)
-    part, calls = sum(group.offloaded_calls for group in groups), sum(group.calls for group in groups)
-    total["calls_offloaded"] = part if 0 < part < calls else None
+    recomputed = any(group.recomputed for group in groups)
+    total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups), "recomputed": recomputed}
     for number in {entry.name for entry in fields(GroupReport)} - {"name", "kind", *total}:
-        values = [getattr(group, number) for group in groups]
-        total[number] = _sum(values) if "seconds" in number else sum(values)
+        known = [value for group in groups if (value := getattr(group, number)) is not None]
+        total[number] = sum(known) if known or "seconds" not in number else None
     return GroupReport(name, kinds.pop() if len(kinds) == 1 else "", **total)
 
 
@@ -117,24 +105,19 @@ def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
     return dict(sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][0], item[0].value)))
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
 # A pass
 
 
 @dataclass(frozen=True)
 class Report(Printable):
-    """What offloading did; ``print`` gives tables and advice, and a notebook shows them.
+    """What offloading did in a pass, or in a step of a pipeline; ``print`` gives tables and advice.
 
     `dataclasses.asdict` makes a dict of all fields, ready for JSON.
 
     Parameters
     ----------
     groups : tuple of GroupReport
-        Groups in execution order.
+        Groups in execution order.  Of a pipeline, each of them with all microbatches, and its stage as the kind.
     outside : mapping of Reason to (int, int), or None
         What was saved outside of the groups and kept: number of tensors and bytes, by reason; None if not known.
     outside_modules : mapping of str to int
@@ -209,15 +192,11 @@ class Report(Printable):
 
     @property
     def coverage(self) -> float | None:
-        """Share of `computed_bytes` that lies in groups, kept, offloaded or recomputed; None if unknown.
-
-        What modules in ``keep`` save does not count.
-        """
+        """Share of `activation_bytes` that lies in groups, without what modules in ``keep`` save; None if unknown."""
         if self.outside is None:
             return None
-        outside = self.activation_bytes - self.totals.activation_bytes
-        everything = self.computed_bytes - self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
-        return (self.computed_bytes - outside) / everything if everything else None
+        everything = self.activation_bytes - self.outside.get(Reason.KEPT, (0, 0))[1]
+        return self.totals.activation_bytes / everything if everything else None
 
     @property
     def totals(self) -> GroupReport:
@@ -231,34 +210,13 @@ class Report(Printable):
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of all activations that were saved, in the groups and outside."""
+        """Bytes of all activations, in the groups and outside."""
         return self.totals.activation_bytes + GroupReport("outside", kept=self.outside or {}).activation_bytes
-
-    @property
-    def computed_bytes(self) -> int:
-        """Bytes of all activations that were saved or are recomputed; only of those saved if not all are known."""
-        return self.activation_bytes + self.totals.bytes_recomputed * self._knows_recomputed
-
-    @property
-    def _knows_recomputed(self) -> bool:
-        return all(group.bytes_recomputed for group in self.groups if group.recomputed)
-
-    @property
-    def counted(self) -> str:
-        """What `computed_bytes` counts, in words."""
-        if not self.totals.recomputed:
-            return "activations"
-        return "saved and recomputed activations" if self._knows_recomputed else "saved activations"
-
-    @property
-    def offloaded_groups(self) -> tuple[GroupReport, ...]:
-        """The groups that the plan offloads."""
-        return tuple(group for group in self.groups if group.offloaded)
 
     @property
     def offloaded_share(self) -> str:
         """How many of the groups that ran the plan offloads, as text; a group that is called twice counts twice."""
-        return f"{self.totals.offloaded_calls} of {self.totals.calls}"
+        return f"{self.totals.calls_offloaded} of {self.totals.calls}"
 
     @property
     def record(self) -> str:
@@ -278,27 +236,24 @@ class Report(Printable):
         return None if not self.times or not self.step_seconds or waited is None else waited / self.step_seconds
 
     @property
-    def saved_at_peak(self) -> int | None:
-        """Bytes of activations that were not on the device when most were; None if not known."""
-        totals, dropped = self.totals, self.dropped_bytes
-        if dropped is None or self.waiting_passes or not self._knows_recomputed:
-            return None
-        less = totals.bytes_saved - self.peak_resident_bytes, dropped + self.later_bytes
-        return max(min(less) + totals.bytes_recomputed, 0)
+    def saved(self) -> int:
+        """Bytes of activations that were not on the device when most were; when the forward ended, if others waited."""
+        totals, less = self.totals, (self.dropped_bytes or 0) + self.later_bytes
+        if not self.waiting_passes:
+            less = min(less, totals.bytes_saved - self.peak_resident_bytes)
+        return max(less + totals.bytes_recomputed, 0)
 
     @property
     def gain(self) -> str:
-        """What is saved against no offloading, and what that costs in time, in sentences; empty without groups."""
+        """What is saved against no offloading, and what that costs in time, in sentences; empty if not known."""
         totals, peak, without = self.totals, self.peak_bytes, self.baseline_peak_bytes
         if not totals.offloaded and not totals.recomputed:
             return "Nothing is offloaded or recomputed." if totals.calls else ""
+        if self.dropped_bytes is None:
+            return ""
+        saved = f"Saves {size(self.saved)} of {size(self.activation_bytes)} of activations."
         if self.times and peak and without:
             saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}."
-        else:
-            less, when = self.saved_at_peak, "at the peak"
-            if less is None:
-                less, when = (self.dropped_bytes or 0) + totals.bytes_recomputed, "at the end of the forward"
-            saved = f"Saves {size(less)} of {size(self.computed_bytes)} of {self.counted} {when}."
         if self.slower is not None:
             both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
             return f"{saved} A pass takes {both} ({self.slower * 100:+.1f} %)."
@@ -320,7 +275,7 @@ TIMES = {"forward": "forward_seconds", "backward": "backward_seconds", "stalled"
 def _cells(line: Sequence[GroupReport]) -> dict[str, str]:
     """Return the cells, by title, of a line for groups that are alike; their times, which are never equal, as means."""
     group = line[0]
-    part, whole = group.offloaded_calls, group.calls
+    part, whole = group.calls_offloaded, group.calls
     again = size(group.bytes_recomputed) if group.bytes_recomputed else "yes"  # as the plan shows it
     cells = {
         "kind": group.kind,
@@ -343,7 +298,7 @@ def _look(group: GroupReport) -> tuple[object, ...]:
     """Return what groups of one line have in common."""
     cells = [cell for title, cell in _cells([group]).items() if title not in TIMES]
     stalled = round((group.stall_seconds or 0.0) * 1e4)
-    return numberless(group.name), group.offloaded_calls, stalled, *cells
+    return numberless(group.name), stalled, *cells
 
 
 def _groups_table(report: Report) -> Table:
@@ -374,7 +329,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     totals = report.totals
     yield "passes", str(report.passes)
     if report.coverage is not None:
-        yield "coverage", f"{percent(report.coverage)} of the {report.counted} lie in groups"
+        yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
     if report.because:
         yield "plan", report.because
     if report.next_choice:
@@ -415,7 +370,8 @@ def _held_table(report: Report) -> Table:
     merged = merge_held(report.held)
     rows: list[tuple[str, ...]] = []
     for groups, nbytes, holders in merged[:MOST_HELD]:
-        lines = tuple(map(str, holders)) or ("autograd of another graph, a library, or C++",)
+        unnamed = "autograd of another graph, a library, or C++" if holders is not None else "not known: record a step"
+        lines = tuple(map(str, holders or ())) or (unnamed,)
         rows.append((fold_names(groups), lines[0], size_or_dash(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
