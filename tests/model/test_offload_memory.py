@@ -196,3 +196,34 @@ def test_chosen_inside_of_a_module_that_is_called_twice():
     # Eight calls: all but the last two are offloaded.
     assert nbytes == 6 * Wave.SAVES * UNIT
     assert late == 0
+
+
+class Turn(nn.Module):
+    def forward(self, x, angles):
+        return (x * angles).sin()
+
+
+class Turns(nn.Module):
+    """Blocks that all save the same angles, as those of a transformer with rotary embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Turn() for _ in range(6)])
+
+    def forward(self, x):
+        x = x * 1.0
+        angles = x.detach().cos()
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+def test_what_more_than_two_groups_save_is_kept():
+    """Backward needs it from the last of them to the first."""
+    handle, statistics = agrees(Turns(), required, steps=1, layers="blocks")
+    assert handle.plan.offloaded == (0, 1, 2, 3)
+    # The first block cannot know that others save the angles as well, so they are copied, but not freed.
+    assert statistics.bytes_offloaded == 5 * UNIT
+    assert statistics.bytes_reloaded == 4 * UNIT
+    assert statistics.bytes_kept[Reason.SHARED] == UNIT
+    assert handle.report().r == 1.0

@@ -44,7 +44,8 @@ from .transfer import COMPUTE, PassDevice
 # Packing
 
 STRIDED = torch.strided
-
+SHARERS = 2
+"""Number of layers that may save a storage which is offloaded."""
 
 Saved: TypeAlias = Kept | SavedView | Compound  # what autograd holds in place of a tensor
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
@@ -116,6 +117,8 @@ class Packer:
             return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
+        elif self._registry.is_shared(tensor, self._layer.index) and not self._around:
+            return keep(tensor, self._token)
         else:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         if reason is not None:
@@ -171,6 +174,23 @@ class StorageRegistry:
         self._lock = engine.lock
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._devices: dict[torch.device, PassDevice] = {}
+
+    def is_shared(self, tensor: torch.Tensor, index: int) -> bool:
+        """Return whether a tensor that a layer saves is kept, because `SHARERS` layers before have saved its storage.
+
+        Backward needs it from the last of these layers to the first, so its copy would free nothing: these are the
+        angles of rotary embeddings, and what an encoder returns.
+        """
+        ref = self.storages.get(address(tensor.untyped_storage())) if tensor.layout is STRIDED else None
+        storage = None if ref is None else ref()
+        if storage is None or len(storage.layers) < SHARERS or index in storage.layers or index == OUTSIDE:
+            return False
+        with self._lock:
+            storage.layers[OUTSIDE] = False  # no layer releases it
+            if not (storage.shared or storage.pinned):
+                storage.shared = True
+                self._counters.keep(Reason.SHARED, storage.nbytes)
+        return True
 
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()

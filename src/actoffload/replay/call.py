@@ -31,7 +31,7 @@ from .._torch.subclasses import changed, plain_parts
 from .._torch.tensors import address, is_freed, leaves, version_of
 from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
-from .program import WHOLE, ExpectedTensor, Program, Saved, copy_of, on_value
+from .program import WHOLE, Drop, ExpectedTensor, Program, Saved, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, prove, rise
 from .trace import UNKNOWN, RngPosition, Weight
 from .tracer import Tracer
@@ -157,32 +157,34 @@ class FollowingCall(Call):
 
     def finish(self, outputs: Any) -> None:
         """End a call that has returned `outputs`: drop what can be made again, or give it to the engine."""
-        slots = self._slots
-        edited = any(slot is not None and slot.is_edited for slot in slots)
-        complete = len(slots) == len(self._expected)  # calls that save less
-        if not self.agrees or edited or not complete or not self._drew_as_traced(self.program.trace.drawn):
+        slots, drop = self._slots, self.program.last_drop
+        complete = self.agrees and len(slots) == len(self._expected)  # calls that save less
+        if (
+            not complete
+            or any(slot.is_edited for _, numbers in drop.parts for number in numbers if (slot := slots[number]))
+            or not self._drew_as_traced(self.program.trace.drawn)
+        ):
             self.agrees = False
             self.give_up()
             return
         self._remake.note_versions()
-        self._drop(range(len(slots)))
+        self._drop(drop)
         self._end()
 
-    def _drop(self, numbers: Iterable[int]) -> None:
-        """Empty the slots of some entries, and leave samples of what they hold."""
-        program, whole, slots = self.program, self._compares_all, self._remake.slots
-        sampled = program.firsts if whole else program.samples
+    def _drop(self, drop: Drop) -> None:
+        """Empty slots, and leave samples of what they hold."""
+        remake, slots, values = self._remake, self._slots, self.program.trace.values
         with below_everything:  # dispatch modes count what is made
-            for number in numbers:
-                slot = self._slots[number]
-                if slot is None or slot.tensor is None:
-                    continue
-                value = sampled.get(number)
-                if value is not None:
-                    sample = Sample.take(program.trace.values[value], slot.tensor, whole=whole)
+            for number, value in drop.firsts if self._compares_all else drop.samples:
+                slot = slots[number]
+                if slot is not None and slot.tensor is not None:
+                    sample = Sample.take(values[value], slot.tensor, whole=self._compares_all)
                     if sample is not None:
-                        self._remake.samples[value] = sample
-                slots.setdefault(program.trace.entries[number].segment, []).append(weakref.ref(slot))
+                        remake.samples[value] = sample
+        for segment, numbers in drop.parts:
+            dropped = [slot for number in numbers if (slot := slots[number]) is not None]
+            remake.slots.setdefault(segment, []).extend(map(weakref.ref, dropped))
+            for slot in dropped:
                 slot.tensor = None
 
 
@@ -444,6 +446,8 @@ class Remake:
 
     def note_versions(self) -> None:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
+        if len(self.versions) == len(self.program.weights):
+            return
         for value, weight in self.program.weights:
             if value not in self.versions:
                 if value not in self.weights:

@@ -78,6 +78,14 @@ class Step(NamedTuple):
     scratch: tuple[int, ...]  # places of running statistics, of which it gets copies
 
 
+class Drop(NamedTuple):
+    """What is dropped at once: entries by segment, and entry and value of the samples that are compared, or of all."""
+
+    parts: list[tuple[int, list[int]]]
+    samples: list[tuple[int, int]]
+    firsts: list[tuple[int, int]]
+
+
 class Fill(NamedTuple):
     """How a part of a program is made."""
 
@@ -164,11 +172,11 @@ class Program:
         self.expected = [self._expect(number, entry) for number, entry in enumerate(trace.entries)]  # None: unknown
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
         self.held = self._find_held()  # see [Note: parts]
-        self.drops_at = self._plan_drops()
         made = (value for step in self.steps.values() for _, value in step.made)
         ends = [value for value in made if value in self.dropped and value not in used]
         ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
-        self.samples = {number: value for number, value in self.firsts.items() if value in ends}  # that are compared
+        samples = {number: value for number, value in self.firsts.items() if value in ends}
+        self.drops_at, self.last_drop = self._plan_drops(samples)
         self._fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = {}
 
     # What is dropped
@@ -312,8 +320,11 @@ class Program:
             present = fill.held
         return found
 
-    def _plan_drops(self) -> dict[int, list[int]]:
-        """Return the entries that are dropped behind others, where a module inside has ended that saved much."""
+    def _plan_drops(self, samples: Mapping[int, int]) -> tuple[dict[int, Drop], Drop]:
+        """Return what is dropped behind some entries, where a module inside has ended that saved much, and at the end.
+
+        `samples` are the values that are compared, by entry.
+        """
         trace = self.trace
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
@@ -321,17 +332,29 @@ class Program:
             _, sources = self._makers((value,), ())
             found = [self.sources[each] for each in sources]
             ready[value] = max([number, *(source.entry for source in found if isinstance(source, Saved))])
+
+        def drop(values: Collection[int]) -> Drop:
+            parts: dict[int, list[int]] = {}
+            for number, entry in enumerate(trace.entries):
+                if entry.value in values:
+                    parts.setdefault(entry.segment, []).append(number)
+            compared, firsts = (
+                [(number, value) for number, value in entries.items() if value in values]
+                for entries in (samples, self.firsts)
+            )
+            return Drop(list(parts.items()), compared, firsts)
+
         gone: set[int] = set()
-        drops_at: dict[int, list[int]] = {}
+        drops_at: dict[int, Drop] = {}
         for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
             if segment == following:
                 continue
             dropped = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in dropped)
             if dropped and nbytes >= self.dropped_bytes / PARTS:
-                drops_at[number] = [k for k, entry in enumerate(trace.entries) if entry.value in dropped]
+                drops_at[number] = drop(dropped)
                 gone |= dropped
-        return drops_at
+        return drops_at, drop(self.dropped - gone)
 
     # Running
 

@@ -284,10 +284,8 @@ class Sample(NamedTuple):
         where = _where(view, whole=whole)
         if where is None:
             return None
-        if whole:
-            return Sample(where, _sampled(saved, where))
-        elements = torch.as_strided_copy(saved, (where.number,), (where.step,), where.offset)
-        return Sample(where, elements.view(where.bits))
+        found = _sampled(saved, where)
+        return Sample(where, found if whole else found.clone())
 
 
 def _sampled(tensor: Tensor, where: _Where) -> Tensor:

@@ -33,8 +33,6 @@ from ..schedule.timeline import Kind
 
 LONGEST = 0.1
 """Seconds for which the device is kept busy at most before a group."""
-SHARERS = 2
-"""Number of groups with which a storage may be saved and still count in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +270,8 @@ def saved_in(layers: Sequence[Layer]) -> list[tuple[tuple[int, int], ...]]:
 
 
 def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
-    """Return whether a storage counts in a layer: in the last one that saved it, unless more than `SHARERS` did.
-
-    What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
-    """
-    return max(storage.layers) == layer.index and len(storage.layers) <= SHARERS
+    """Return whether a storage counts in a layer: in the last one that saved it, if it may be offloaded."""
+    return max(storage.layers) == layer.index
 
 
 # Pipelines

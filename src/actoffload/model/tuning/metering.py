@@ -14,8 +14,8 @@ from ..._torch.modules import opaque
 from ...device.base import StreamEvent, current_stream
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
-from ...schedule.execution_order import GroupKey
-from ...tune.meter import SHARERS, Meter, saved_in
+from ...schedule.execution_order import OUTSIDE, GroupKey
+from ...tune.meter import Meter, saved_in
 from ..follow import ModelState
 from ..replays import OperatorTimes
 
@@ -107,7 +107,7 @@ class TimedPass:
         )
         self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
         living = {storage for layer in done.layers for storage in layer.living()}
-        self.shared = sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)
+        self.shared = sum(storage.nbytes for storage in living if OUTSIDE in storage.layers)
 
     def wait(self) -> None:
         """Wait until the device has run it, with its copies."""
