@@ -1,11 +1,13 @@
-"""What `python -m actoffload` prints, and the memory of a reference device."""
+"""What `python -m actoffload` and ``python -m actoffload demo`` print."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from actoffload.__main__ import PART, demo
 from actoffload.device import ReferenceDevice
 from actoffload.machine import GIB, HostMemory, Machine, measure_machine
 from actoffload.measure import DeviceInfo
@@ -46,6 +48,24 @@ def test_the_command():
     done = subprocess.run([sys.executable, "-W", "error", "-m", "actoffload"], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     assert "host memory" in done.stdout
+
+
+# The demonstration
+
+
+def test_demo():
+    lines: list[str] = []
+    demo(lines.append)
+    text = "".join(lines)
+    peak = float(re.search(r"Plain training: ([\d.]+) MiB", text)[1])
+    limit = float(re.search(r"limited to ([\d.]+) MiB", text)[1])
+    assert limit == pytest.approx(PART * peak, abs=0.1)
+    assert f"and it has {limit} MiB." in text, "plain training runs out of memory"
+    assert "the same bits in all gradients" in text
+    expected = float(re.search(r"Expected: peak ([\d.]+) MiB", text)[1])
+    assert expected <= limit
+    assert "above the limit of" in text
+    assert len(lines) <= 28
 
 
 def test_a_reference_device_with_memory():
