@@ -15,13 +15,13 @@ import mmap
 import os
 import platform
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import torch
 
@@ -121,26 +121,31 @@ def _kibibytes(text: str | None) -> int:
 
 PIECE = 1 << 26  # bytes that are worth a thread
 
-_dropped: deque[PinnedPages] = deque()
-_pinned: dict[int, PinnedPages] = {}  # by address; a weak reference calls back only if something keeps it
-_inherited: list[PinnedPages] = []
-if hasattr(os, "register_at_fork"):
-    # A forked process may have something else at their addresses, which it must not unmap.
-    os.register_at_fork(after_in_child=lambda: _inherited.extend(_pinned.values()))  # [guard: pages after a fork]
 
-
-class PinnedPages(weakref.ref[memoryview]):
+class PinnedPages(NamedTuple):
     """Pages that a driver has locked.
 
     They stay mapped until `unpin` has unlocked them, because a driver that still knows an address refuses it when the
-    system gives it to someone else.  The callback is C, for the reason in `[Note: finalizers]` of ``host_pool.py``.
+    system gives it to someone else.
     """
 
-    __slots__ = ("address", "pages", "unregister")
-
-    address: int
+    used: weakref.ref[memoryview]  # by a tensor, as long as it lives
     pages: mmap.mmap
     unregister: Callable[[int], object]
+
+
+_pinned: dict[int, PinnedPages] = {}  # by address
+_inherited: list[PinnedPages] = []
+
+
+def _inherit() -> None:
+    """Leave the pages of the process from which this one was forked alone: something else may be at their addresses."""
+    _inherited.extend(_pinned.values())
+    _pinned.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)  # [guard: pages after a fork]
 
 
 def pin(
@@ -176,23 +181,16 @@ def pin(
         list(threads.map(lambda start: ctypes.memset(address + start, 0, min(PIECE, nbytes - start)), pieces))
     if int(register(address, nbytes, 0)):  # type: ignore[call-overload]
         return None
-    pinned = PinnedPages(view, _dropped.append)
-    pinned.address, pinned.pages, pinned.unregister = address, pages, unregister
-    _pinned[address] = pinned  # [guard: pages that are unlocked]
+    _pinned[address] = PinnedPages(weakref.ref(view), pages, unregister)  # [guard: pages that are unlocked]
     return memory
 
 
 def unpin() -> None:
     """Unlock and unmap pages whose tensors are gone."""
-    while _dropped:
-        try:
-            pinned = _dropped.popleft()
-        except IndexError:  # another thread was faster
-            break
-        try:
-            pinned.unregister(pinned.address)
-        finally:
-            del _pinned[pinned.address]
+    for address, pinned in list(_pinned.items()):
+        # None if another thread was faster.
+        if pinned.used() is None and _pinned.pop(address, None) is not None:
+            pinned.unregister(address)
 
 
 # The NUMA node of the device
