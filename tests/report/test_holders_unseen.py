@@ -142,10 +142,9 @@ def test_a_key_is_shown_without_running_its_code():
         def __repr__(self):
             raise RuntimeError("shown")
 
-    table = {Key(): make(), "long" * 20: make()}
+    table = {Key(): make()}
     lines = [find_holders(address(tensor))[0] for tensor in table.values()]
     assert lines[0].startswith("local variable `table[<Key>]` of ")
-    assert lines[1].startswith(f"local variable `table['{('long' * 20)[:39]}…']` of ")
 
 
 # Several storages

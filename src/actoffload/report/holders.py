@@ -142,8 +142,8 @@ class _Search:
             owner = f"{self.modules[id(module)]} ({_class(module)})"
             self.roots += [((MODULE, "attribute", owner), path, value) for path, value in _attributes(module)]
         for name in list(sys.modules):
-            if (variables := _globals(name)) is not None:
-                self._add_globals(name, variables)
+            for variable, value in list((_globals(name) or {}).items()):
+                self.roots.append(((LASTING, "global", f"module {name}"), variable, value))
         running = sys._current_frames()
         # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
         running[threading.get_ident()] = sys._getframe(2)
@@ -164,20 +164,12 @@ class _Search:
             best[address] = tuple(named or ordered)[:MOST_HOLDERS]
         return best
 
-    def _add_globals(self, name: str, variables: Mapping[str, object]) -> None:
-        self.visited.add(id(variables))
-        owner = f"module {name}"
-        self.roots += [((LASTING, "global", owner), variable, value) for variable, value in list(variables.items())]
-
     def _add_frame(self, frame: types.FrameType) -> None:
-        """Add the local variables of a function, or the globals of a program that runs without being a module."""
+        """Add the local variables of a function; those of a module that is being run are globals."""
         code, is_call = frame.f_code, frame.f_code in CALLS
-        name = frame.f_globals.get("__name__")
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or of a class
-            if id(frame.f_globals) not in self.visited and not is_library(code.co_filename):
-                self._add_globals(name if isinstance(name, str) else Path(code.co_filename).name, frame.f_globals)
-            return
-        if not is_call and _is_part_of(PACKAGES, name):
+        if not code.co_flags & inspect.CO_OPTIMIZED or (
+            not is_call and _is_part_of(PACKAGES, frame.f_globals.get("__name__"))
+        ):
             return
         module = ""
         for variable, value in _variables(frame):
@@ -201,25 +193,15 @@ class _Search:
             return
         if id(value) in self.visited or id(value) in self.modules or _is_part_of((PACKAGE,), _module(value)):
             return
+        if issubclass(kind, type) and _globals(_module(value)) is None:
+            return
         self.visited.add(id(value))
         self.number[name[0]] += 1
-        children: Iterable[tuple[str, object]]
-        if issubclass(kind, BaseException):
-            children = [*_attributes(value), (".args", value.args)]
-            for frame, line in traceback.walk_tb(value.__traceback__):
-                owner = f"{_where(frame.f_code, line)}, kept by a traceback"
-                for variable, child in _variables(frame):
-                    yield (FUNCTION, "local variable", owner), variable, child
-        elif kind is types.FunctionType:
+        if kind is types.FunctionType:
             if _is_part_of(PACKAGES, _module(value)):
                 return
             name, path = (FUNCTION, "closure variable", _where(value.__code__, value.__code__.co_firstlineno)), ""
-            children = _closure(value)
-        elif issubclass(kind, type):
-            if _globals(_module(value)) is None:
-                return
-            name, path = (LASTING, "attribute", f"class {_qualname(value)}"), ""
-            children = _attributes(value)
+            children = list(_closure(value))
         else:
             children = [*_attributes(value), *_elements(value)] or [(UNKNOWN, each) for each in gc.get_referents(value)]
         for step, child in children:
@@ -301,9 +283,7 @@ def _is_part_of(packages: Iterable[str], name: object) -> bool:
 
 def _readable(key: object) -> str:
     """Return a key as it is written in a program; the code of other classes does not run."""
-    if type(key) is str:
-        return repr(key if len(key) <= 40 else f"{key[:39]}…")
-    return repr(key) if type(key) in (int, bool, float, type(None)) else f"<{_class(key)}>"
+    return repr(key) if type(key) in LEAVES else f"<{_class(key)}>"
 
 
 def _where(code: types.CodeType, line: int) -> str:
@@ -312,11 +292,7 @@ def _where(code: types.CodeType, line: int) -> str:
 
 
 def _class(obj: object) -> str:
-    return _qualname(type(obj))
-
-
-def _qualname(kind: type) -> str:
-    return _short(type.__dict__["__qualname__"].__get__(kind))  # whatever its metaclass says
+    return _short(type.__dict__["__qualname__"].__get__(type(obj)))  # whatever its metaclass says
 
 
 def _short(qualname: str) -> str:
