@@ -9,8 +9,6 @@ from actoffload.measure import (
     Measurements,
     MemoryMeter,
     compare_steps,
-    measure_link,
-    measure_peak,
     measure_step_times,
     measure_steps,
     trace_memory,
@@ -101,7 +99,7 @@ def test_meter_leaves_nothing_behind_an_exception() -> None:
     assert meter.peak_bytes == MIB
 
 
-def test_measure_peak_warms_up_first() -> None:
+def test_peaks_are_measured_after_a_warmup() -> None:
     kept: list[torch.Tensor] = []
 
     def step() -> None:
@@ -109,7 +107,7 @@ def test_measure_peak_warms_up_first() -> None:
             kept.append(floats(16 * MIB))
         floats(MIB)
 
-    assert measure_peak(step, warmup=2) == MIB
+    assert measure_steps({"step": step}, warmup=1)["step"].peak_bytes == MIB
     assert len(kept) == 2
 
 
@@ -124,12 +122,6 @@ def test_step_times_are_interleaved() -> None:
     assert calls == ["a", "b", *"".join(rounds)]
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
     assert all(sample >= 0 for samples in seconds.values() for sample in samples)
-
-
-def test_link_is_measured() -> None:
-    link = measure_link(nbytes=MIB, repeats=2)
-    assert link.d2h > 1e6
-    assert link.h2d > 1e6
 
 
 def measurements(*peaks: int, device: DeviceInfo | None = None, **more: int) -> Measurements:
@@ -155,15 +147,6 @@ def test_the_table_of_a_comparison() -> None:
     assert "R =" not in str(measurements(MIB, MIB))
     reference = measurements(MIB, MIB, device=DeviceInfo("reference device (CPU)", True, ""))
     assert " ms" not in str(reference)
-
-
-def test_a_figure_has_one_unit() -> None:
-    pytest.importorskip("matplotlib").use("agg")
-    measured = measurements(2**30, 2**29)
-    assert str(measured).splitlines()[3].split()[:6] == ["with", "offload", "512.0", "MiB", "512.0", "MiB"]
-    ax = measured.plot()
-    assert [text.get_text() for text in ax.texts] == ["1.00 GiB, 1.000 x", "512.0 MiB, 1.010 x"]
-    assert ax.get_xlabel() == "peak of device memory (GiB)\nbeside each bar: step time, x without"
 
 
 def test_measured_steps_are_joined_and_drawn() -> None:

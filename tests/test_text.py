@@ -8,11 +8,8 @@ from actoffload._text import fold, fold_names, numberless, size, size_or_dash
 @pytest.mark.parametrize(
     ("rows", "folded"),
     [
-        ("", []),
         ("abc", ["a", "b", "c"]),
-        ("aaab", ["aaa", "b"]),
         ("ababab", ["aaa", "bbb"]),
-        ("xababy", ["x", "aa", "bb", "y"]),
         ("aabaab", ["aaaa", "bb"]),
     ],
 )
@@ -23,33 +20,20 @@ def test_equal_rows_are_folded_at_the_place_of_the_first(rows, folded):
 @pytest.mark.parametrize(
     ("names", "name"),
     [
-        ([], ""),
         (["a.0"], "a.0"),
         (["a.0.b", "a.1.b", "a.2.b"], "a.0 ... 2.b"),
         (["a.9", "a.10", "a.11"], "a.9 ... 11"),
         (["a.0.b", "a.2.b", "a.4.b"], "a.0.b, a.2.b, a.4.b"),
-        (["a.5", "a.4", "a.3"], "a.5, a.4, a.3"),
-        (["a.0.b", "a.1.b", "a.12.b"], "a.0.b, a.1.b, a.12.b"),
         (["a.0", "a.1", "a.3", "a.4"], "a.0, a.1, a.3 and 1 more"),
-        (
-            ["transformer.h.0", "transformer.h.1", *(f"transformer.h.{k}" for k in range(3, 24))],
-            "transformer.h.0, transformer.h.1, transformer.h.3 ... 23",
-        ),
         (
             [f"base_model.model.layers.{k}" for k in range(2, 16, 2)],
             "base_model.model.layers.2, base_model.model.layers.4, base_model.model.layers.6 and 4 more",
         ),
         ([f"h.{k}" for k in (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13)], "h.0 ... 2, h.4 ... 6, h.8 ... 10 and 2 more"),
         (["a.norm1", "a.norm2", "b.norm1"], "a.norm1, a.norm2, b.norm1"),
-        (["a.norm1.c", "a.norm2.c", "a.norm3.c"], "a.norm1 ... 3.c"),
-        (["a.0", "a.1", "b.0", "b.1", "b.2"], "a.0, a.1, b.0 ... 2"),
         (["a.0 (part 2)", "a.1 (part 2)", "a.2 (part 2)"], "a.0 ... 2 (part 2)"),
-        (["a.0.b.0", "a.1.b.7", "a.2.b.0"], "a.0.b.0, a.1.b.7, a.2.b.0"),
         (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
-        (["a", "b", "c", "d"], "a, b, c and 1 more"),
         (["a.0", "a.1", "a.1", "a.2", "a.1"], "a.0 ... 2"),
-        (["a.0.b.0", "a.1.b.0", "a.0.b.2"], "a.0.b.0, a.1.b.0, a.0.b.2"),
-        (["0", "1", "2", "3", "8"], "0 ... 3, 8"),
     ],
 )
 def test_several_names_become_one(names, name):

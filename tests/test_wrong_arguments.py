@@ -11,7 +11,7 @@ from torch import nn
 import actoffload
 from actoffload import planner, schedule
 from actoffload.device import use
-from actoffload.measure import compare_steps, measure_link, measure_peak, measure_step_times, measure_steps
+from actoffload.measure import compare_steps, measure_link, measure_step_times, measure_steps
 from actoffload.schedule import LayerCost, Link, SplitCost, StageCost, simulate
 
 NAN = math.nan
@@ -69,7 +69,6 @@ def test_use():
         (lambda: measure_steps({"a": step}, calls=0), "calls is 0; expected a whole number, at least 1."),
         (lambda: measure_steps({"a": step}, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
         (lambda: measure_steps({}), "steps is empty; expected at least one function by name."),
-        (lambda: measure_peak(step, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
         (lambda: measure_link(nbytes=0), "nbytes is 0; expected a whole number, at least 1."),
         (lambda: compare_steps(step, step, None, steps=0), "steps is 0; expected a whole number, at least 1."),
     ],

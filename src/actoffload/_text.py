@@ -135,17 +135,6 @@ class Table:
         return f"{text}\n{self.note}" if self.note else text
 
 
-class Printable:
-    """Print the title, tables and sentences of `_content`."""
-
-    def _content(self) -> tuple[str, Sequence[Table], Sequence[str]]:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        title, tables, sentences = self._content()
-        return "\n\n".join(filter(None, [title, *map(str, tables), "\n".join(f"- {each}" for each in sentences)]))
-
-
 # Plain data as JSON
 
 _kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from ._text import Printable, Table, percent, size
+from ._text import Table, percent, size
 from .device import backend
 from .device.host import HostMemory, host_memory
 from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
@@ -26,7 +26,7 @@ LLAMA_FLOP_PER_BYTE = 2500  # eager, bfloat16, with the formula of the guide
 
 
 @dataclass(frozen=True)
-class Machine(Printable):
+class Machine:
     """What offloading depends on; ``print`` gives a table and what follows from it.
 
     Parameters
@@ -57,7 +57,7 @@ class Machine(Printable):
         """FLOP in forward for each saved byte from which on copies to the host take no longer than the forward."""
         return None if self.link is None or self.flops is None else self.flops / self.link.d2h
 
-    def _content(self) -> tuple[str, list[Table], list[str]]:
+    def __str__(self) -> str:
         rows = [("device", str(self.device))]
         if self.device_bytes is not None:
             rows.append(("device memory", size(self.device_bytes)))
@@ -70,7 +70,7 @@ class Machine(Printable):
         if self.pin_seconds is not None:
             rows.append(("1 GiB of pinned memory", f"{self.pin_seconds:.2f} s to allocate"))
         rows.append(("host memory", f"{size(self.host.total)}, {size(self.host.available)} available"))
-        return "", [Table(("", ""), tuple(rows), left=2)], [self._verdict()]
+        return f"{Table(('', ''), tuple(rows), left=2)}\n\n- {self._verdict()}"
 
     def _verdict(self) -> str:
         if self.flops_per_byte is None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ._arguments import check_whole
-from ._text import Printable, Table, milliseconds, percent, size
+from ._text import Table, milliseconds, percent, size
 from .context import OffloadContext
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
@@ -39,7 +39,6 @@ __all__ = [
     "compare_steps",
     "describe_device",
     "measure_link",
-    "measure_peak",
     "measure_step_times",
     "measure_steps",
     "trace_memory",
@@ -130,18 +129,6 @@ class MemoryMeter:
     def bytes_in_use(self) -> int:
         """Bytes in use now."""
         return self._storages.now if self._device is None else torch.accelerator.memory_allocated()
-
-
-def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
-    """Return the peak of device memory in bytes while a function runs, usually one training step.
-
-    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
-    """
-    check_whole(warmup=warmup, least=0)
-    _repeat(function, warmup)
-    with MemoryMeter() as meter:
-        function()
-    return meter.peak_bytes
 
 
 def trace_memory(function: Callable[[], object], modules: Iterable[nn.Module]) -> list[int]:
@@ -299,7 +286,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Measurements(Printable):
+class Measurements:
     """Several kinds of steps; ``print`` gives a table, and ``|`` joins those of one device.
 
     Parameters
@@ -333,7 +320,7 @@ class Measurements(Printable):
     def __getitem__(self, name: str) -> Measurement:
         return self.steps[name]
 
-    def _content(self) -> tuple[str, list[Table], list[str]]:
+    def __str__(self) -> str:
         first, timed = next(iter(self.steps)), not self.device.reference
         header = "", "peak memory", "drop", *(("step time", f"x {first}") if timed else ())
         rows = []
@@ -344,7 +331,7 @@ class Measurements(Printable):
         note = f"measured on {self.device}"
         if self.bytes_offloaded is not None:
             note = f"R = drop / {size(self.bytes_offloaded)} offloaded = {percent(self.ratio, 2)}\n{note}"
-        return "", [Table(header, tuple(rows), left=1, note=note)], []
+        return str(Table(header, tuple(rows), left=1, note=note))
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the peaks as bars, each with its time as a ratio to the first one, except on the reference device."""
@@ -380,8 +367,12 @@ def measure_steps(
     device = describe_device()
     for step in steps.values():
         step()  # before any peak is measured, because libraries allocate a workspace for each stream and keep it
-    peaks = {name: measure_peak(step, warmup=warmup) for name, step in steps.items()}
-    times = {name: [0.0] for name in steps}
+    peaks, times = dict[str, int](), {name: [0.0] for name in steps}
+    for name, step in steps.items():
+        _repeat(step, warmup)
+        with MemoryMeter() as meter:
+            step()
+        peaks[name] = meter.peak_bytes
     if not device.reference:
         times = measure_step_times(steps, repeats=repeats, steps=calls, warmup=0)
     return Measurements(device, {name: Measurement(peaks[name], median(times[name])) for name in steps})

@@ -12,10 +12,7 @@ from matplotlib import pyplot  # noqa: E402 - after the backend is chosen
 from matplotlib.collections import PolyCollection  # noqa: E402
 
 import actoffload  # noqa: E402
-from actoffload.report.plots import (  # noqa: E402
-    plot_measurements,
-    plot_timeline,
-)
+from actoffload.report.plots import plot_measurements, plot_timeline  # noqa: E402
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20

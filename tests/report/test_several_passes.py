@@ -73,22 +73,6 @@ def test_layers_in_contexts_are_timed_until_another_pass_is_reached(device):
     assert timeline.seconds(Kind.BACKWARD) == 24.0
 
 
-def test_the_peak_of_several_passes_is_explained(device):
-    model = Model(device)
-    handle = offload(model, layers="blocks", device=device)
-    losses = [model(torch.ones(1)) for _ in range(3)]
-    report = handle.report()
-    assert report.waiting_passes == 2
-    # Each keeps its last two blocks, its stem and its head; those of the blocks are followed.
-    assert report.peak_resident_bytes >= 3 * 2 * PIECE
-    sum(losses).backward()  # the report is of the latest forward, whatever ran since
-    assert "in flight    2 more, whose backward was still to come when this forward ended" in str(handle.report())
-    del losses
-    model(torch.ones(1)).backward()
-    assert handle.report().waiting_passes == 0
-    assert "in flight" not in str(handle.report())
-
-
 def test_a_backward_in_a_hook_of_another_pass_ends_nothing(device):
     """The gradient that a hook takes through one pass lies within the backward of another."""
     model = Model(device)
@@ -107,21 +91,6 @@ def test_a_backward_in_a_hook_of_another_pass_ends_nothing(device):
     inside = 8.0 + 5 * 2.0 + 16.0
     assert sorted(span.seconds for span in spans if span.layer == 2) == [2.0, 2.0 + inside]
     assert sum(span.seconds for span in spans if span.layer == 1) == 4.0
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_pass_whose_backward_has_begun_does_not_wait(device, begun):
-    """Its graph is retained, so that it still has memory."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)])
-    handle = offload(model, device=device, min_bytes=0)
-    x = torch.ones(32, 16, requires_grad=True)
-    model(x).sum().backward()  # finds the groups
-    first = model(x).sum()
-    if begun:
-        first.backward(retain_graph=True)
-    second = model(x).sum()
-    assert handle.report().waiting_passes == (not begun)
-    (first + second).backward()
 
 
 # Smaller batches

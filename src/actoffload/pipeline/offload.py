@@ -20,8 +20,7 @@ from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..model.select import check_entries
 from ..replay import Policy, PolicyArgument, policy_for
-from ..report.ranks import RankReports, gather_reports
-from ..report.report import Report
+from ..report.report import RankReports, Report, gather_reports
 from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Plan

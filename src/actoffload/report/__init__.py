@@ -3,8 +3,7 @@
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from .holders import HeldStorage, Holder
 from .plots import Frontier
-from .ranks import RankReports, gather_reports
-from .report import GroupReport, Report
+from .report import GroupReport, RankReports, Report, gather_reports
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 
 __all__ = [

@@ -43,7 +43,7 @@ class PassStatistics(NamedTuple):
         return tuple(row.name for row in self.report.groups)
 
 
-def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> PassStatistics:
+def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     """Return the statistics of a pass whose forward has just ended; `labels` are the names and kinds of its groups.
 
     The caller has the lock of the pass.
@@ -89,7 +89,6 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]], waiting: int) -> P
         expected_bytes=expected,
         dropped_bytes=freed,
         later_bytes=later,
-        waiting_passes=waiting,
     )
     if not isinstance(done, ModelPass):
         return PassStatistics(report, tuple(done.layers), tuple(memories))
@@ -186,7 +185,7 @@ class PassLog:
 
     def _count(self, done: Pass, sequence: Sequence[GroupKey]) -> PassStatistics:
         with done.lock:
-            return count_pass(done, [self.label(key) for key in sequence], self.waiting(done))
+            return count_pass(done, [self.label(key) for key in sequence])
 
     def _take(self, latest: PassStatistics) -> None:
         replayed = sum(row.recomputed for row in latest.report.groups)

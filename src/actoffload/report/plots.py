@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 from typing import TYPE_CHECKING, Any
 
-from .._text import Printable, Table, byte_unit, milliseconds, size, size_or_dash
+from .._text import Table, byte_unit, milliseconds, size, size_or_dash
 from ..schedule.plan import Plan
 from ..schedule.timeline import Kind, Span, Timeline
 
@@ -51,8 +51,7 @@ def _axes(ax: Axes | None, width: float, height: float) -> Axes:
 def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     """Draw compute and copies over time, one lane each.
 
-    The copies of one layer share a box, which is paler where the link is idle between them.  Stalls, in which compute
-    waits for a copy, are hatched.
+    The copies of one layer share a box.  Stalls, in which compute waits for a copy, are hatched.
 
     Parameters
     ----------
@@ -89,17 +88,9 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
             if kind is Kind.STALL:
                 ax.broken_barh(whole, place, **stall)
                 continue
-            colour, several = COLOURS[kind], len(spans) > 1
-            if several:
-                pieces = [(span.start * scale, span.seconds * scale) for span in spans]
-                ax.broken_barh(whole, place, facecolor="white")
-                ax.broken_barh(whole, place, facecolor=(colour, 0.4))
-                ax.broken_barh(pieces, place, facecolor=colour, edgecolor=(INK, 0.2), linewidth=0.4)
-            ax.broken_barh(whole, place, facecolor="none" if several else colour, edgecolor=(INK, 0.5), linewidth=0.8)
+            ax.broken_barh(whole, place, facecolor=COLOURS[kind], edgecolor=(INK, 0.5), linewidth=0.8)
             if end - start > (DIGIT * len(str(layer)) + 2) * seconds_per_point:
-                # No line between copies behind a number.
-                behind = {"facecolor": colour, "linewidth": 0, "pad": 1.0} if several else None
-                ax.text((start + end) / 2 * scale, lane, str(layer), clip_on=True, bbox=behind, **text)
+                ax.text((start + end) / 2 * scale, lane, str(layer), clip_on=True, **text)
     patches = [Patch(label=kind.value, **styles[kind]) for kind in Kind if timeline.of(kind)]
     add_legend(ax, patches, columns=len(Kind))
     if timeline.source == "reference device":  # its clock says nothing about a GPU
@@ -178,7 +169,7 @@ def add_legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
 
 
 @dataclass(frozen=True)
-class Frontier(Printable):
+class Frontier:
     """The plans that are worth having: each is expected to be faster than all with a smaller peak.
 
     ``print`` gives a table.
@@ -194,7 +185,7 @@ class Frontier(Printable):
     plans: tuple[Plan, ...]
     present: Plan
 
-    def _content(self) -> tuple[str, list[Table], list[str]]:
+    def __str__(self) -> str:
         rows = []
         for name, plan in (*(("", plan) for plan in self.plans), ("present plan", self.present)):
             seconds, baseline = plan.seconds, plan.baseline_seconds
@@ -203,7 +194,7 @@ class Frontier(Printable):
             copied, again = size_or_dash(plan.offloaded_bytes), size_or_dash(sum(plan.recomputed_nbytes))
             rows.append((name, size_or_dash(plan.peak_bytes or 0), time, ratio, copied, again))
         header = "", "peak", "forward and backward", "x no offload", "offloaded", "recomputed"
-        return "", [Table(header, tuple(rows), left=1)], []
+        return str(Table(header, tuple(rows), left=1))
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw time against peak, with the present plan marked; neither axis begins at 0.  Needs matplotlib."""

@@ -1,12 +1,26 @@
-"""What offloading did, as data and as tables: of each group, and of a pass."""
+"""What offloading did, as data and as tables: of each group, of a pass, and of all ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .._text import Printable, Table, fold, fold_names, line_name, milliseconds, numberless, percent, size, size_or_dash
+import torch.distributed as dist
+
+from .._text import (
+    Table,
+    fold,
+    fold_names,
+    line_name,
+    milliseconds,
+    name_pattern,
+    numberless,
+    percent,
+    size,
+    size_or_dash,
+)
 from ..engine.statistics import Reason
 from .holders import HeldStorage, merge_held
 
@@ -109,7 +123,7 @@ def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Report(Printable):
+class Report:
     """What offloading did in a pass, or in a step of a pipeline; ``print`` gives tables and advice.
 
     `dataclasses.asdict` makes a dict of all fields, ready for JSON.
@@ -134,8 +148,6 @@ class Report(Printable):
         Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
     later_bytes : int
         Bytes of offloaded groups that the plan frees on the device in backward.
-    waiting_passes : int
-        Earlier passes whose backward was still to come when the forward ended: several forwards before one backward.
     step_seconds : float or None
         Duration of the recorded step, from its first group to the end of the recording.
     because, next_choice : str
@@ -166,7 +178,6 @@ class Report(Printable):
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
     later_bytes: int = 0
-    waiting_passes: int = 0
     step_seconds: float | None = None
     step_passes: int = 0
     because: str = ""
@@ -237,11 +248,12 @@ class Report(Printable):
 
     @property
     def saved(self) -> int:
-        """Bytes of activations that were not on the device when most were; when the forward ended, if others waited."""
-        totals, less = self.totals, (self.dropped_bytes or 0) + self.later_bytes
-        if not self.waiting_passes:
-            less = min(less, totals.bytes_saved - self.peak_resident_bytes)
-        return max(less + totals.bytes_recomputed, 0)
+        """Bytes of activations that were not on the device when most were."""
+        totals = self.totals
+        less = (self.dropped_bytes or 0) + self.later_bytes + totals.bytes_recomputed
+        # A larger peak than without offloading is that of several passes.
+        at_peak = totals.bytes_saved + totals.bytes_recomputed - self.peak_resident_bytes
+        return less if at_peak < 0 else min(less, at_peak)
 
     @property
     def gain(self) -> str:
@@ -261,10 +273,11 @@ class Report(Printable):
             return f"{saved} Compute stalled for {percent(self.stalled)} of the step."
         return f"{saved} For what it costs in time, record a step with {self.record}." if self.times else saved
 
-    def _content(self) -> tuple[str, list[Table], tuple[str, ...]]:
+    def __str__(self) -> str:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
         tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
-        return self.gain, [table for table in tables if table.rows], self.advice
+        advice = "\n".join(f"- {sentence}" for sentence in self.advice)
+        return "\n\n".join(filter(None, [self.gain, *(str(table) for table in tables if table.rows), advice]))
 
 
 # Tables
@@ -337,8 +350,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     # Some of them may count already: those that were to be freed only behind the peak.
     held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
     yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}"
-    if report.waiting_passes:
-        yield "in flight", f"{report.waiting_passes} more, whose backward was still to come when this forward ended"
     if report.r is not None:
         drop = f"{size(report.dropped_bytes or 0)} of {size(report.expected_bytes or 0)} that the plan frees in forward"
         drop += f"; {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
@@ -376,3 +387,113 @@ def _held_table(report: Report) -> Table:
         rows += [("", line, "") for line in lines[1:]]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
     return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)
+
+
+# All ranks
+
+
+def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
+    """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
+
+    A collective: every rank of the process group calls it between two steps.  Without an initialized process group the
+    result has this report alone, as that of rank 0.
+
+    Parameters
+    ----------
+    report : Report
+        From `OffloadHandle.report` or `PipelineHandle.report` of this rank.
+    group : torch.distributed.ProcessGroup or None
+        The ranks that take part; all by default.  With NCCL each must have called ``torch.cuda.set_device`` with a
+        device of its own.
+
+    Raises
+    ------
+    TypeError
+        In every rank, if any rank passed something other than a report.
+    ValueError
+        If this rank is not in `group`.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> handle = actoffload.offload(model, layers="*", num_layers=3)
+    >>> model(torch.randn(1024, 512)).sum().backward()
+    >>> actoffload.gather_reports(handle.report()).offloaded
+    ({'*': 6291456},)
+    """
+    given: Any = report if isinstance(report, Report) else type(report).__name__
+    ranks, gathered = [0], [given]
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_rank(group) < 0:
+            wrong = "This rank is not in the process group given to gather_reports"
+            raise ValueError(f"{wrong}: call it in the ranks of the group only.")
+        ranks = dist.get_process_group_ranks(group)
+        gathered = [None] * len(ranks)
+        dist.all_gather_object(gathered, given, group=group)
+    for rank, each in zip(ranks, gathered, strict=True):
+        if not isinstance(each, Report):
+            wrong = f"gather_reports got an object of type {each} in rank {rank}"
+            raise TypeError(f"{wrong}; expected a Report: pass handle.report().")
+    return RankReports(tuple(gathered), tuple(ranks))
+
+
+@dataclass(frozen=True)
+class RankReports:
+    """The reports of several ranks; ``print`` gives a table.
+
+    Ranks with the same numbers share a line.  The last columns have the bytes that are offloaded from all groups of a
+    kind, whose names differ in numbers only; they are empty if the rank has no such groups.
+
+    Parameters
+    ----------
+    reports, ranks : tuple of Report, tuple of int
+        One for each rank, in the order of their process group; their global ranks.
+    """
+
+    reports: tuple[Report, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def offloaded(self) -> tuple[dict[str, int], ...]:
+        """Offloaded bytes of each rank, by column of groups."""
+        found = []
+        for report in self.reports:
+            sums = Counter[str]()
+            for group in report.groups:
+                sums[name_pattern(group.name)] += group.bytes_offloaded
+            found.append(dict(sums))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        found = [{**_rank_cells(each), **groups} for each, groups in zip(self.reports, self.offloaded, strict=True)]
+        titles = list(dict.fromkeys(title for cells in found for title in cells))
+        lines = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
+        table = []
+        for same in fold(zip(map(str, self.ranks), lines, strict=True), lambda row: row[1]):
+            table.append((line_name([rank for rank, _ in same], "ranks"), *same[0][1]))
+        if several := len(lines) > 1:
+            table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
+        return str(Table(("rank", *titles), tuple(table), left=2, sums=several))
+
+
+def _text(cell: int | str) -> str:
+    return cell if isinstance(cell, str) else size_or_dash(cell)
+
+
+def _sum(column: list[int | str]) -> str:
+    numbers = [cell for cell in column if isinstance(cell, int)]
+    return size_or_dash(sum(numbers)) if len(numbers) == len(column) else ""
+
+
+def _rank_cells(report: Report) -> Mapping[str, int | str]:
+    """Return the cells of one rank by the title of the column; numbers are bytes, which are added up."""
+    totals = report.totals
+    return {
+        "offload": report.offloaded_share,
+        "offloaded": totals.bytes_offloaded,
+        "not offloaded": max(0, report.activation_bytes - totals.bytes_recomputed - totals.bytes_offloaded),
+        "freed": "-" if report.r is None else percent(report.r, 2),
+        # No sum of peaks: each device has its own, at another time.
+        "at the peak": size_or_dash(report.peak_resident_bytes),
+        "host memory": report.host_bytes,
+    }
