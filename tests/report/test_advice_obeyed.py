@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from virtual_time import Timed
-from whole_model import UNIT, Attention, Block, Mlp, Transformer, Waves, data, offload
+from whole_model import UNIT, Transformer, Waves, data, offload
 
 from actoffload.device import ReferenceDevice
 from actoffload.report import Report
@@ -105,60 +103,6 @@ def test_advice_that_is_followed_leads_to_a_good_report(make, options):
     assert last.totals.bytes_offloaded > 0
     assert [advice for advice in last.advice if advice.startswith("Nothing to change")] == list(last.advice)
     assert len(reports) <= 5
-
-
-class Mixed(nn.Module):
-    """Lists and single modules in any order, one after the other."""
-
-    def __init__(self, parts: list[tuple[type[nn.Module], int, bool]]) -> None:
-        super().__init__()
-        for k, (kind, count, listed) in enumerate(parts):
-            made = [kind() for _ in range(count)]
-            if listed:
-                self.add_module(f"part{k}", nn.ModuleList(made))
-            else:
-                for j, module in enumerate(made):
-                    self.add_module(f"part{k}_{j}", module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in self.children():
-            for module in part if isinstance(part, nn.ModuleList) else [part]:
-                x = module(x)
-        return x
-
-
-parts = st.lists(
-    st.tuples(st.sampled_from([Mlp, Attention, Block]), st.integers(1, 5), st.booleans()),
-    min_size=1,
-    max_size=5,
-)
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "layers": st.sampled_from(["*", "part0*", Mlp, [..., "*norm*"]]),
-        "keep": st.sampled_from(["*.norm1", "*part1*", Attention]),
-        "min_bytes": st.sampled_from([64, UNIT + 1, 8 * UNIT]),
-        "num_layers": st.integers(0, 3),
-        "fraction": st.sampled_from([0.0, 0.5]),
-        "max_host_bytes": st.sampled_from([1, 4 * 2**20]),
-    },
-)
-
-
-@settings(max_examples=15, deadline=None)
-@given(parts, options)
-def test_advice_about_any_model_improves_something(parts, options):
-    def make() -> nn.Module:
-        return Mixed(parts)
-
-    assume(sum(count for _, count, _ in parts) > 1)  # of one block other groups are found when its tensors are smaller
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            offload(make(), **options).remove()
-    except ValueError:  # nothing to choose, or chosen and kept
-        assume(False)
-    obey(make, **options)
 
 
 def test_advice_about_stalls_leads_to_a_step_without_any():

@@ -72,15 +72,6 @@ def test_views_of_one_storage_are_each_named_where_they_are():
     )
 
 
-def test_the_way_to_a_module_is_the_shortest_that_can_be_written(kept):
-    kept["model"] = model = Model()
-    kept["names"] = {module: name for name, module in model.named_modules()}
-    model.encoder.cache = make()
-    where = address(model.encoder.cache)
-    del model
-    assert find_holders(where) == ("global `kept['model'].encoder.cache` of module program",)
-
-
 # Other holders
 
 
