@@ -33,7 +33,7 @@ from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
 from .program import WHOLE, Drop, ExpectedTensor, Program, Saved, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, prove, rise
-from .trace import UNKNOWN, RngPosition, Weight
+from .trace import UNKNOWN, RngPosition, Trace, Weight
 from .tracer import Tracer
 
 PLAIN = frozenset((Tensor, Parameter))
@@ -224,16 +224,13 @@ class TracedCall(Call):
         changed = [slot for slot in slots if slot.tensor is not None and (slot.is_edited or is_freed(slot.tensor))]
         # [guard: values that are written in place after they were saved]
         banned = {trace.entries[slot.number].value for slot in changed}
-        self._adopt(Program(trace, self._policy, self._min_bytes, banned))
-        whole = Program(trace, everything, self._min_bytes, banned)
+        whole = self._adopt(trace, banned)
         saved = {slot.number: slot for slot in slots if slot.number in whole.reads}
         beginning = self._remake.beginning
         differing = prove(whole, partial(self._source, whole), saved, self.program.dropped, beginning)
         self.proven_bytes = whole.dropped_bytes
         if differing:  # these values are kept, and read from where they were saved
-            banned |= differing
-            self._adopt(Program(trace, self._policy, self._min_bytes, banned))
-            whole = Program(trace, everything, self._min_bytes, banned)
+            whole = self._adopt(trace, banned | differing)
         if self._timer is not None:
             self._timer(whole, partial(self._source, whole), beginning)
         for slot in slots:
@@ -242,9 +239,11 @@ class TracedCall(Call):
             slot.tensor = None
         self._end()
 
-    def _adopt(self, program: Program) -> None:
-        """Follow a program that was found when the call had saved its tensors: hold sources, and keep what stays."""
-        self._remake.program = program
+    def _adopt(self, trace: Trace, banned: set[int]) -> Program:
+        """Follow the program of the policy: hold its sources, and keep what stays; return that which replays all."""
+        whole = Program(trace, everything, self._min_bytes, banned)
+        same = self._policy is everything
+        program = self._remake.program = whole if same else Program(trace, self._policy, self._min_bytes, banned)
         for number, slot in enumerate(self._slots):
             stays = program.trace.entries[number].value not in program.dropped
             if stays and slot is not None and slot.tensor is not None and slot.saved is None:
@@ -257,6 +256,7 @@ class TracedCall(Call):
                 assert slot is not None
                 self._remake.held[value] = slot.saved
         self._remake.note_versions()
+        return whole
 
     def _source(self, program: Program, value: int) -> Tensor:
         """Return the tensor of a source of a program while the call holds what it saved."""
