@@ -106,21 +106,6 @@ def test_reset():
     )
 
 
-def test_a_table_for_people():
-    context, _, y = run([Two() for _ in range(5)], 3)
-    y.sum().backward()
-    table = str(context.statistics())
-    rows = {line.split()[0]: line for line in table.splitlines()}
-    assert "15.0 MiB" in rows["saved"]
-    assert "15 storages" in rows["saved"]
-    assert "9.0 MiB" in rows["offloaded"]
-    assert "9 ahead, 0 on demand" in rows["reloaded"]
-    assert "peak 6.0 MiB" in rows["resident"]
-    assert "10.0 MiB" in rows["host"]
-    assert any("5 tensors: parameter" in line for line in table.splitlines())
-    assert str(Statistics()).count("0 bytes") >= 5
-
-
 def test_host_memory_of_a_large_batch_can_be_freed():
     context, sync = make(3, 5)
     layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(5)]

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from tabulate import tabulate
-
-from .._text import size
 from .._torch.autograd import backward_id
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
@@ -82,21 +79,6 @@ class Statistics:
     host_bytes: int = 0
     host_bytes_used: int = 0
     host_bytes_high_water: int = 0
-
-    def __str__(self) -> str:
-        reloaded = f"{self.reloaded_ahead} ahead, {self.reloaded_on_demand} on demand (stalls)"
-        host = f"in use {size(self.host_bytes_used)}, at most {size(self.host_bytes_high_water)}"
-        rows = [
-            ("saved", self.bytes_saved, f"{self.tensors_saved} storages"),
-            ("offloaded", self.bytes_offloaded, f"{self.tensors_offloaded} storages"),
-            ("reloaded", self.bytes_reloaded, reloaded),
-            ("resident", self.resident_bytes, f"peak {size(self.peak_resident_bytes)}"),
-            ("host memory", self.host_bytes, host),
-        ]
-        for reason, count in self.tensors_kept.items():
-            rows.append(("kept", self.bytes_kept[reason], f"{count} tensors: {reason.value}"))
-        cells = [(name, size(nbytes), what) for name, nbytes, what in rows]
-        return str(tabulate(cells, tablefmt="plain", colalign=("left", "right", "left"), disable_numparse=True))
 
 
 class Counters:

@@ -118,9 +118,7 @@ class PassLog:
     full: PassStatistics | None = None  # the latest pass that saved at least half as much as the largest
     recording: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
-    _largest: dict[int, int] = field(default_factory=dict)  # bytes, by the number of groups that were replayed
-    _begun: int = 0  # passes of a context
-    _counted: int = 0  # number of the latest whose backward has begun
+    _largest: int = 0  # bytes of such a pass, saved and recomputed
 
     @property
     def records(self) -> bool:
@@ -134,27 +132,21 @@ class PassLog:
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass of a model whose forward has ended, if it was followed as a whole."""
-        self._add(done)
+        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
         if not done.partly:
             self._take(self._count(done, sequence))
 
     def forward_begins(self, current: Pass) -> None:
         """Take the statistics of a pass of a context when its backward begins, which ends its forward."""
-        self._add(current)
-        self._begun = number = self._begun + 1
 
         def forward_ended(done: Pass) -> None:
-            if number >= self._counted:  # the first of several passes in one backward begins it last
-                self._counted = number
-                self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]))
-            elif self.recording is not None and self.recording.open:
-                self.recording.passes += 1
+            self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]))
 
         current.forward_ended = forward_ended
 
     def reset(self) -> None:
         """Compare the passes from here on with each other, and not with earlier ones."""
-        self._largest = {}
+        self._largest = 0
 
     @contextmanager
     def record(self, engine: Engine, modules: Callable[[], Mapping[Module, str]] = dict) -> Iterator[Recording]:
@@ -174,9 +166,6 @@ class PassLog:
             if not recording.passes:
                 self.recording = before
 
-    def _add(self, done: Pass) -> None:
-        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
-
     def waiting(self, done: Pass) -> int:
         """Return how many passes before one have a graph to which backward has not come."""
         passes = [each for ref in self._passes if (each := ref()) is not None]
@@ -188,10 +177,9 @@ class PassLog:
             return count_pass(done, [self.label(key) for key in sequence])
 
     def _take(self, latest: PassStatistics) -> None:
-        replayed = sum(row.recomputed for row in latest.report.groups)
-        saved = sum(row.bytes_saved for row in latest.report.groups)
-        largest = self._largest[replayed] = max(saved, self._largest.get(replayed, 0))
-        if 2 * saved >= largest:
+        nbytes = sum(row.bytes_saved + row.bytes_recomputed for row in latest.report.groups)
+        self._largest = max(nbytes, self._largest)
+        if 2 * nbytes >= self._largest:
             self.full = latest
         if self.recording is not None and self.recording.open:
             self.recording.note(latest)
