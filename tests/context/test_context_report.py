@@ -82,7 +82,7 @@ def test_a_recorded_step_has_times_and_holders(layers):
         step(layers, context, sync)
     (held,) = context.report().held
     assert (held.group, held.nbytes) == ("layer 0", UNIT)  # whose output is the input of layer 1
-    assert ["cache[0]" in holder.paths[0] for holder in held.holders] == [True]
+    assert ["cache[0]" in holder.path for holder in held.holders] == [True]
 
 
 def test_the_latest_of_several_passes_in_one_backward_is_reported(layers):

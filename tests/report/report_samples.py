@@ -12,15 +12,15 @@ MIB = 2**20
 
 
 def attribute(path: str, owner: str) -> Holder:
-    return Holder("attribute", (path,), owner)
+    return Holder("attribute", path, owner)
 
 
 def output(path: str) -> Holder:
-    return Holder("output", (path,), "the model")
+    return Holder("output", path, "the model")
 
 
 def input_(path: str) -> Holder:
-    return Holder("input", (path,), "the model")
+    return Holder("input", path, "the model")
 
 
 def block(index: int, **more: object) -> GroupReport:

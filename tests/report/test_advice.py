@@ -137,7 +137,7 @@ def not_freed(nbytes: dict[int, int]) -> list[GroupReport]:
 
 
 def test_what_refers_to_memory_that_is_not_freed_is_named_with_its_share():
-    held = HeldStorage("layers.1", 123 * MIB, (attribute("cache", "encoder (Encoder)"), Holder("global", ("x",), "a")))
+    held = HeldStorage("layers.1", 123 * MIB, (attribute("cache", "encoder (Encoder)"), Holder("global", "x", "a")))
     sentence = only(advise(report(*not_freed({1: 123 * MIB}), held=(held,))))
     assert_has(sentence, "41.0 %", "layers.1", "123.0 MiB of 300.0 MiB", *map(str, held.holders))
 
@@ -158,7 +158,7 @@ def test_without_a_record_and_without_a_holder_the_sentence_says_so():
 
 @pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])
 def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
-    held = HeldStorage("layers.0", nbytes, (Holder("input", ("",), "the model"),), is_input=True)
+    held = HeldStorage("layers.0", nbytes, (Holder("input", "", "the model"),), is_input=True)
     sentence = only(advise(report(*not_freed({0: nbytes}), held=(held,))))
     assert ("because of the input of the model: inputs are freed" in sentence) is said
     assert sentence.startswith("Nothing to change") is not said
@@ -179,7 +179,7 @@ def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
     ],
 )
 def test_what_to_do_about_inputs_and_outputs(path, kind, words):
-    held = HeldStorage("layers.1", 30 * MIB, (Holder(kind, (path,), "the model"),))
+    held = HeldStorage("layers.1", 30 * MIB, (Holder(kind, path, "the model"),))
     assert words in only(advise(report(*not_freed({1: 30 * MIB}), held=(held,))))
 
 

@@ -44,7 +44,7 @@ def test_a_dict_goes_through_json():
     data = dataclasses.asdict(report(held=(held,), outside_modules={"head": 5}))
     data = json.loads(json.dumps(data, allow_nan=False))
     assert data["groups"][0]["kept"] == {"parameter": [4, 100 * MIB], "smaller than the limit": [6, 2 * MIB]}
-    assert data["held"][0]["holders"] == [{"kind": "attribute", "paths": ["cache"], "owner": "a (B)"}]
+    assert data["held"][0]["holders"] == [{"kind": "attribute", "path": "cache", "owner": "a (B)"}]
 
 
 # Text
@@ -202,7 +202,7 @@ def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
         HeldStorage(
             "head",
             5 * MIB,
-            (Holder("global", ("x",), "module __main__"), Holder("local variable", ("y",), "f (a.py:3)")),
+            (Holder("global", "x", "module __main__"), Holder("local variable", "y", "f (a.py:3)")),
         )
     ]
     held += [HeldStorage("tail", MIB, ()), HeldStorage("stem", 1)]

@@ -100,8 +100,7 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
         model(input_ids=tokens, labels=tokens).loss.backward()
     ((groups, _, (holder,)),) = merge_held(handle.report().held)
     assert groups == ("model.layers.0", "model.layers.1")
-    paths = {f"past_key_values.layers[{k}].{name}" for k in range(2) for name in ("keys", "values")}
-    assert (holder.kind, set(holder.paths)) == ("output", paths)
+    assert (holder.kind, holder.path) == ("output", "past_key_values.layers[0].keys")
     assert any(str(holder) in words and "use_cache=False" in words for words in handle.report().advice)
     with handle.recording():
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -116,7 +115,7 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
     [
         (
             [output(f"a.b[{k}].{name}") for k in range(2) for name in "kv"],
-            ["output `a.b[0].k` and 3 more of the model"],
+            ["output `a.b[0].k` of the model"],
         ),
         ([output("a.k"), output("b.k")], ["output `a.k` of the model", "output `b.k` of the model"]),
         ([output(""), input_("")], ["the output of the model", "the input of the model"]),

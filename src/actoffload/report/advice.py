@@ -146,6 +146,6 @@ def _because(report: Report, holders: Sequence[Holder] | None, groups: int) -> s
     words = " and ".join(map(str, holders))
     if not {holder.kind for holder in holders} <= {"input", "output"}:
         return words + (", and the same in the other groups" if groups > 1 else "")
-    outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
+    outputs = [holder.path for holder in holders if holder.kind == "output"]
     less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
     return f"{words}: {next(less, KEEP_ARGUMENTS)}"

@@ -216,7 +216,7 @@ class Recording:
 
 # The report
 
-INPUT = Holder("input", ("",), "the model")
+INPUT = Holder("input", "", "the model")
 CALLERS = {"input", "local variable"}  # the kinds of holders of an input that the caller refers to, and nothing else
 
 

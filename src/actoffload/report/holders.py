@@ -16,7 +16,7 @@ import traceback
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,16 @@ class Holder:
     ----------
     kind : str
         What refers to the memory: ``"attribute"``, ``"global"``, ``"local variable"``, ``"input"``, ``"output"`` etc.
-    paths, owner : tuple of str, str
-        How the memory is reached, in several ways if storages with the same holder were merged; what the reference
-        belongs to: a module, a function with its file and line, a class.
+    path, owner : str, str
+        How the memory is reached; what the reference belongs to: a module, or a function with its file and line.
     """
 
     kind: str
-    paths: tuple[str, ...]
+    path: str
     owner: str
 
     def __str__(self) -> str:
-        if not self.paths[0]:
-            return f"the {self.kind} of {self.owner}"
-        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
-        return f"{self.kind} `{self.paths[0]}`{more} of {self.owner}"
+        return f"{self.kind} `{self.path}` of {self.owner}" if self.path else f"the {self.kind} of {self.owner}"
 
 
 @dataclass(frozen=True)
@@ -79,27 +75,22 @@ class HeldStorage:
 
 
 def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...] | None]]:
-    """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
+    """Merge storages with the same holders: (groups, bytes, holders of the first of them), most bytes first.
 
     The same are holders that differ in numbers alone or behind the first name of their paths, as keys and values do.
     """
 
     def key(storage: HeldStorage) -> object:
         return storage.holders and tuple(
-            (holder.kind, numberless(FIRST.findall(holder.paths[0])[0]), numberless(holder.owner))
+            (holder.kind, numberless(FIRST.findall(holder.path)[0]), numberless(holder.owner))
             for holder in storage.holders
         )
 
     entries = []
     for same in fold(held, key):
-        groups, holders, merged = tuple(dict.fromkeys(each.group for each in same)), same[0].holders, list[Holder]()
-        for k, first in enumerate(holders or ()):
-            alike = (storage.holders[k] for storage in same if storage.holders)
-            paths = dict.fromkeys(holder.paths[0] for holder in alike if holder.owner == first.owner)
-            merged.append(replace(first, paths=tuple(paths)))
-        named = None if holders is None else tuple(merged)
-        entries.append((groups, sum(storage.nbytes for storage in same), named))
-    return sorted(entries, key=lambda entry: (-entry[1], entry[0], str(entry[2])))
+        groups = tuple(dict.fromkeys(storage.group for storage in same))
+        entries.append((groups, sum(storage.nbytes for storage in same), same[0].holders))
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0]))
 
 
 # The search
@@ -213,7 +204,7 @@ class _Search:
             rank, kind, owner = name
             # What a module registers lies in a dict of the module, and is an attribute as well.
             path = re.sub(r"(?:^|\.)_(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", path)
-            holders.setdefault(Holder(kind, (path.removeprefix("."),), owner), rank)
+            holders.setdefault(Holder(kind, path.removeprefix("."), owner), rank)
 
 
 def _globals(name: str) -> dict[str, object] | None:
