@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], dict[tuple[str,
     "AlbertModel": (
         {**SMALL, "num_hidden_layers": 6, "embedding_size": 16},
         TOKENS,
-        {("encoder.albert_layer_groups.*.albert_layers.*", "AlbertLayer"): 1},
+        {("encoder.albert_layer_groups.*", "AlbertLayerGroup"): 1},
     ),
 }
 
@@ -128,8 +128,7 @@ def test_hugging_face(name):
     model = make(name)
     blocks = [each for each in find_groups(Names(model), None, ())[0] if each.kind == BLOCK]
     assert Counter((name_pattern(each.name), block_type(each.module).__name__) for each in blocks) == want
-    groups = check(model, **inputs)
-    assert name != "AlbertModel" or any("albert_layers" in group for group in groups)
+    check(model, **inputs)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "T5ForConditionalGeneration", "JambaForCausalLM"])

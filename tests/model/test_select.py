@@ -153,7 +153,6 @@ SEQUENTIALS = nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2))
         # Types that share a pattern are kinds of their own; a type has those that derive from it.
         (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(4)])), "*.mlp",
          {"layers.0.mlp": "*.mlp (Mlp)", "layers.1.mlp": "*.mlp (MoeMlp)"}),
-        (Parts(layers=nn.ModuleList([Mamba(), Block()])), None, {"layers.0": "layer", "layers.1": "layer"}),
         (Parts(b=Parts(c=Mamba())), Parts,
          {"": "Parts (Parts)", "b": "Parts (Parts)", "b.c": "Parts (Mamba)", "b.c.mixer": "Parts (Mlp)"}),
     ],
@@ -353,7 +352,6 @@ ALL = {
         nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True),
         {"encoder.layers.*": 6, "decoder.layers.*": 3},
     ),
-    "lazy layers": (nn.ModuleList(nn.LazyLinear(4) for _ in range(3)), {"*": 3}),
     "no parameters": (nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.Sequential(nn.ReLU()))), {}),
 }
 
@@ -373,11 +371,6 @@ def test_a_shared_block_is_in_its_stack_once():
 
 
 def test_the_only_block_of_a_stage():
-    """What a stage of a pipeline has beside it is none, nor are its experts; lists of several come first."""
+    """What a stage of a pipeline has beside it is none, nor are its experts."""
     (block,) = alone = blocks(1, MoeBlock)
-    assert find_stacks(Parts(embedding=nn.Embedding(2, 2), layers=alone)) == ((block,),)
     assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone))) == ((block,),)
-    several = Parts(first=blocks(1), layers=blocks(3))
-    assert find_stacks(several) == (tuple(several.layers),)
-    leaves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    assert find_stacks(leaves) == (tuple(leaves),)

