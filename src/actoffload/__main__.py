@@ -16,7 +16,7 @@ from ._text import milliseconds, size
 from .device import ReferenceDevice, use
 from .machine import measure_machine
 from .measure import MemoryMeter, describe_device, measure_step_times
-from .model import offload
+from .pipeline import offload
 
 PART = 0.6  # of the peak of plain training, to which the device is limited
 PASSES, TIMED = 6, 3  # steps until the plan stands, and steps that are timed

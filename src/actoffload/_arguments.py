@@ -108,22 +108,27 @@ def check_fraction(fraction: object) -> None:
 
 
 def checked_limits(
-    *, min_bytes: int | str, fraction: float | None, max_inflight: int | None, memory_budget: Any, **limits: Any
+    device_bytes: int | None,
+    *,
+    min_bytes: int | str,
+    fraction: float | None,
+    max_inflight: int | None,
+    memory_budget: Any,
+    **limits: Any,
 ) -> dict[str, Any]:
-    """Check the numbers that `offload` takes for a model or for a schedule; return them with all bytes as numbers.
+    """Check the numbers that `offload` takes for a model or for a schedule; return them with all limits in bytes.
 
-    Of `limits`, each may be None: `max_host_bytes` and, for a schedule, `delta_bytes_per_rank`.
+    `device_bytes` is the memory of the device.  Of `limits`, each may be None: `max_host_bytes` and, for a schedule,
+    `delta_bytes_per_rank`.
     """
     check_whole(max_inflight=max_inflight, optional=True, least=1)
     if fraction is not None:
         check_fraction(fraction)
-    if memory_budget is not None:
-        budget_bytes(memory_budget, None)
     return {
         "min_bytes": number_of_bytes("min_bytes", min_bytes),
         "fraction": fraction,
         "max_inflight": max_inflight,
-        "memory_budget": memory_budget,
+        "memory_budget": None if memory_budget is None else budget_bytes(memory_budget, device_bytes),
         **{name: number_of_bytes(name, value, optional=True) for name, value in limits.items()},
     }
 

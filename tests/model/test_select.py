@@ -202,8 +202,8 @@ def test_entries_that_mean_nothing(layers, message):
 @pytest.mark.parametrize("keep", [..., [...], ["lm_head", ...]])
 def test_keep_has_no_default(keep):
     with pytest.raises(TypeError, match=r"^keep has `\.\.\.`, which means the default groups of `layers`"):
-        check_entries("keep", keep)
-    check_entries("layers", keep)
+        check_entries(None, keep)
+    check_entries(keep, ())
 
 
 @pytest.mark.parametrize("keep", ["nothing", "*.nothing", nn.Conv2d, nn.Linear(1, 1)])
@@ -223,12 +223,12 @@ def test_what_an_error_proposes_matches(wrong):
 @pytest.mark.parametrize("wrong", [3, 1.5, {"model": 1}, b"model", torch.ones(2), object()])
 def test_wrong_types(wrong):
     with pytest.raises(TypeError, match=r"^layers got an? .*; expected a dotted path"):
-        check_entries("layers", wrong)
+        check_entries(wrong, ())
     for entry in (wrong, int, ["model.layers"]):
         with pytest.raises(
             TypeError, match=r"^keep has (an? |the class int, which is no).* among its entries; expected"
         ):
-            check_entries("keep", ["lm_head", entry])
+            check_entries(None, ["lm_head", entry])
 
 
 # Wrappers: of the whole model, or of each block

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from .._arguments import check_whole
-from ..model import OffloadHandle, offload
+from ..model import OffloadHandle
+from ..pipeline import offload
 from ..report import Report, gather_reports
 
 

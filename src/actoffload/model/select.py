@@ -242,19 +242,20 @@ def _entries(names: Names, given: Any) -> Iterator[tuple[Any, bool]]:
         yield given, True
 
 
-def check_entries(argument: str, given: Any) -> None:
+def check_entries(layers: Any, keep: Any) -> None:
     """Raise a `TypeError` or `ValueError` for entries of `layers` or `keep` that no model has."""
-    if not (_is_several(given) or isinstance(given, (str, Module, type)) or given is ...):
-        raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
-    entries = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
-    for entry in entries:
-        if entry is ... and argument == "keep":
-            raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
-        is_class = isinstance(entry, type) and issubclass(entry, Module)
-        if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
-            raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")
-        if entry == "":
-            raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
+    for argument, given in (("layers", ... if layers is None else layers), ("keep", keep)):
+        if not (_is_several(given) or isinstance(given, (str, Module, type)) or given is ...):
+            raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
+        entries: Any = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
+        for entry in entries:
+            if entry is ... and argument == "keep":
+                raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
+            is_class = isinstance(entry, type) and issubclass(entry, Module)
+            if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
+                raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")
+            if entry == "":
+                raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
 
 
 def _is_several(given: Any) -> bool:

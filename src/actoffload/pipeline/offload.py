@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import budget_bytes, checked_limits
+from .._arguments import checked_limits
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics
-from ..model import OffloadHandle
-from ..model import offload as offload_module
+from ..model import OffloadHandle, offload_model
 from ..model.select import check_entries
 from ..replay import Policy, PolicyArgument, policy_for
 from ..report.report import RankReports, Report, gather_reports
@@ -204,7 +203,7 @@ def offload(
             raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")
-    return offload_module(module, num_layers=num_layers, plan=plan, **common)
+    return offload_model(module, num_layers=num_layers, plan=plan, **common)
 
 
 def _offload_schedule(
@@ -227,21 +226,19 @@ def _offload_schedule(
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
             "returns it."
         )
-    given = checked_limits(**given)
-    if layers is not None:
-        check_entries("layers", layers)
-    check_entries("keep", keep)
-    backend, budget = devices.backend(), given["memory_budget"]
+    backend = devices.backend()
+    checked = checked_limits(backend.total_memory(), **given)
+    check_entries(layers, keep)
     numbers = (given[name] for name in ("fraction", "max_inflight", "delta_bytes_per_rank", "memory_budget"))
     without = backend.times or any(number is not None for number in numbers)
     limits = Limits(
-        given["fraction"] if without else 1.0,
-        given["max_inflight"],
-        given["delta_bytes_per_rank"],
-        None if budget is None else budget_bytes(budget, backend.total_memory()),
+        checked["fraction"] if without else 1.0,
+        checked["max_inflight"],
+        checked["delta_bytes_per_rank"],
+        checked["memory_budget"],
     )
     limits = replace(limits, may_recompute=recompute == "auto" and backend.times and not limits.by_hand)
-    engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
+    engine = Engine(Plan(1), backend, checked["max_host_bytes"], min_bytes=checked["min_bytes"])
     conductor = Conductor(engine)
     again = limits.may_recompute if recompute == "auto" else recompute
     policy: Policy | None = None if again is False else policy_for(again)
