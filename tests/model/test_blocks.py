@@ -13,11 +13,12 @@ from whole_model import offload
 
 from actoffload._text import name_pattern
 from actoffload.model.blocks import BLOCK, MODULE, find_stacks
-from actoffload.model.select import Names, find_groups
+from actoffload.model.follow import GROUP
+from actoffload.model.select import Names, find_modules
 
 
 def groups(model, layers=None, keep=()):
-    return find_groups(Names(model), layers, keep)[0]
+    return [each for each in find_modules(Names(model), layers, keep) if each.role == GROUP]
 
 
 def names(model, layers=None, keep=()) -> list[str]:

@@ -14,13 +14,13 @@ from whole_model import offload
 
 from actoffload._text import name_pattern
 from actoffload.model.blocks import BLOCK, block_type
-from actoffload.model.select import Names, find_groups
+from actoffload.model.select import Names, choose
 
 
 def check(model, *args, **kwargs):
     """Return the names of the groups, with how many there are of each, and check what they cover."""
     torch.manual_seed(0)
-    groups, _ = find_groups(Names(model), None, ())
+    groups = choose(Names(model), None)
     assert share_in(lambda: model(*args, **kwargs), model, groups) >= 0.8
     assert 4 <= len(groups) <= 128
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -126,7 +126,7 @@ def make(name: str) -> torch.nn.Module:
 def test_hugging_face(name):
     _, inputs, want = MODELS[name]
     model = make(name)
-    blocks = [each for each in find_groups(Names(model), None, ())[0] if each.kind == BLOCK]
+    blocks = [each for each in choose(Names(model), None) if each.kind == BLOCK]
     assert Counter((name_pattern(each.name), block_type(each.module).__name__) for each in blocks) == want
     check(model, **inputs)
 

@@ -34,14 +34,13 @@ LARGE = 10**20
         ({"min_bytes": None}, "min_bytes is None"),
         ({"max_host_bytes": "lots"}, "max_host_bytes is 'lots'; expected a number of bytes"),
         ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1"),
-        ({"layers": 3}, "layers got an int"),
+        ({"layers": 3}, "layers has an entry 3; expected a dotted path"),
         ({"layers": []}, "layers is empty"),
         ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
-        ({"keep": None}, "keep got a NoneType"),
+        ({"keep": None}, "keep has an entry None"),
         ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),
         ({"layers": "blocks", "keep": "blocks.2"}, "'blocks.2' is chosen by layers and by keep"),
         ({"layers": ""}, "layers has an empty name; expected a dotted path"),
-        ({"layers": ["0", 5]}, "layers has an int among its entries; expected a dotted path"),
         ({"keep": ""}, "keep has an empty name; expected a dotted path"),
         ({"num_layers": LARGE}, rf"num_layers is {LARGE}; expected a whole number, or None below 2\*\*63\."),
         ({"max_inflight": LARGE}, f"max_inflight is {LARGE}; expected"),
@@ -80,7 +79,9 @@ def test_what_is_no_module_is_refused():
 def test_a_model_without_modules_inside_is_refused():
     with pytest.raises(ValueError, match="This Linear has no modules inside that could be offloaded"):
         offload(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"^keep names all modules of this Waves that could be offloaded: leave some"):
+    with pytest.raises(
+        ValueError, match=r"This Waves has no modules inside that could be offloaded beside those of keep\."
+    ):
         offload(Waves(6), keep="blocks.*")
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from actoffload.model.select import SelectedModule
+from actoffload.model.follow import FollowedModule
 
 
-def share_in(run: Callable[[], Any], model: nn.Module, groups: Sequence[SelectedModule], min_bytes: int = 256) -> float:
+def share_in(run: Callable[[], Any], model: nn.Module, groups: Sequence[FollowedModule], min_bytes: int = 256) -> float:
     """Return the share of the saved bytes that lies in groups, in storages of at least `min_bytes`, each once.
 
     One that was saved between groups, and again in a group, lies in that group: it is offloaded there.
     """
-    running, sizes, inside = list[SelectedModule](), dict[int, int](), set[int]()
+    running, sizes, inside = list[FollowedModule](), dict[int, int](), set[int]()
     weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

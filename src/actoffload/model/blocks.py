@@ -139,7 +139,7 @@ _LARGEST = 8  # a module beside the blocks has at most this part of all leaves
 
 
 def default_groups(
-    root: Module, stacks: Iterable[Iterable[Module]], kept: Iterable[Module] = (), named: Collection[Module] = ()
+    root: Module, kept: Iterable[Module] = (), named: Collection[Module] = ()
 ) -> Iterator[tuple[Module, str]]:
     """Yield the groups of a model without ``layers``, each with its kind: `BLOCK`, or `MODULE` beside the blocks.
 
@@ -147,7 +147,7 @@ def default_groups(
     nothing beside the blocks contains them or lies inside of them.
     """
     left_out = {inner for module in kept for inner in module.modules()}
-    blocks = {block for stack in stacks for block in stack} - left_out
+    blocks = {block for stack in find_stacks(root) for block in stack} - left_out
     largest, in_blocks = len(_leaves([root])) / _LARGEST, len(_leaves(blocks))
     # Parameters of one name have the same shape in all blocks of a type.
     known = {(block_type(block), name, shape) for block in blocks for name, shape in shapes(block)}

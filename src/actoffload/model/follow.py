@@ -46,6 +46,7 @@ from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, co
 from ..engine.engine import Engine
 from ..report.build import PassLog
 from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.schedules import GroupSchedule
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
@@ -98,11 +99,13 @@ class ModelState:
     """What all parts of the offloading of a model share."""
 
     modules: Sequence[FollowedModule]  # the model itself first
-    plans: GroupPlans  # of the schedule, and the order in which the groups ran
+    schedule: GroupSchedule
     engine: Engine
 
     def __post_init__(self) -> None:
         self.groups = [followed for followed in self.modules if followed.group >= 0]
+        # For the order in which the groups ran.
+        self.plans = GroupPlans(self.schedule, [group.kind for group in self.groups])
         self.log = PassLog(partial(_label, self.groups, self.plans))  # not a method: a cycle is freed late
 
     @property

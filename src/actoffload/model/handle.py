@@ -19,7 +19,6 @@ from ..engine.statistics import Statistics
 from ..report.build import build
 from ..report.plots import Frontier
 from ..report.report import GroupReport, Report
-from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from ..schedule.timeline import Timeline
@@ -323,7 +322,7 @@ def _removed_handle(name: str) -> OffloadHandle:
     """Return a removed handle, as of a model without groups but itself."""
     root = Module()
     modules = [FollowedModule(ROOT, name, weakref.ref(root)), FollowedModule(GROUP, "", weakref.ref(root), 0)]
-    state = ModelState(modules, GroupPlans(GroupSchedule(), ["model"]), Engine(Plan(1), devices.backend()))
+    state = ModelState(modules, GroupSchedule(), Engine(Plan(1), devices.backend()))
     handle = OffloadHandle(state, BySchedule(state))
     handle.remove()
     return handle

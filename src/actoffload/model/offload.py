@@ -15,12 +15,11 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..replay import everything, policy_for
-from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
-from .select import Names, check_entries, find_groups, followed_modules, planned_modules, split_default, written
+from .select import Names, check_entries, find_modules, planned_modules, split_default, written
 from .steering import ByPlan, BySchedule, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
@@ -63,16 +62,14 @@ def offload_model(
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
         layers = planned_modules(names, plan.names)
-    chosen, kept = find_groups(names, layers, keep)
     by_choice = by_hand or not split_default(layers)[0]
-    kinds = [group.kind for group in chosen]
-    check_num_layers(num_layers, kinds)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
-    state = ModelState(followed_modules(module, chosen, kept), GroupPlans(schedule, kinds), engine)
+    state = ModelState(find_modules(names, layers, keep), schedule, engine)
+    check_num_layers(num_layers, [group.kind for group in state.groups])
 
     # With "auto" the planner chooses the operators that run again, from measured times.
     policy = everything if recompute == "auto" else policy_for(recompute) if recompute is not False else None
-    policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
+    policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
     always = {} if recompute == "auto" else policies
 
     compared = {

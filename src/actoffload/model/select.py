@@ -14,22 +14,19 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from .._text import fold_names, name_pattern
-from .._torch.modules import WRAPPED_AS, registered
-from .._warnings import warn
-from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, find_stacks, inner_name, runs, unwrap
+from .._text import name_pattern
+from .._torch.modules import registered
+from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, inner_name, runs, unwrap
 from .follow import GROUP, KEPT, ROOT, FollowedModule, split_group_name
 
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
@@ -62,11 +59,6 @@ class Names:
             if child is not None and child is not module and child not in above:  # a circle of modules has no names
                 self._add(child, f"{name}.{part}" if name else part, (*above, module))
 
-    @cached_property
-    def stacks(self) -> tuple[tuple[Module, ...], ...]:
-        """The lists of repeated blocks, as `find_stacks` returns them."""
-        return find_stacks(self.root)
-
     def matching(self, pattern: str) -> list[str]:
         """Return the outermost names that match a glob pattern; the root has none to match."""
         found: list[str] = []
@@ -79,28 +71,10 @@ class Names:
         """Return a name with ``*`` in place of indices; the root has the name of its class."""
         return name_pattern(name) or self.title
 
-    def chosen(self, kinds: Mapping[str, str]) -> tuple[SelectedModule, ...]:
+    def chosen(self, role: str, kinds: Mapping[str, str]) -> list[FollowedModule]:
         """Return modules in registration order, each under its first name, with the kind that it has there."""
-        return tuple(SelectedModule(name, self.modules[name], kinds[name]) for name in self.modules if name in kinds)
-
-
-class SelectedModule(NamedTuple):
-    """A module that an argument means."""
-
-    name: str
-    module: Module
-    kind: str  # modules of one kind are scheduled alike
-
-
-def _spellings(given: str) -> Iterator[str]:
-    """Yield a path or pattern as it was given, and without the parts that wrappers add."""
-    yield given
-    parts = [part for part in given.split(".") if part not in WRAPPED_AS]
-    while parts:
-        yield ".".join(parts)
-        if parts[0] != "module":
-            return
-        del parts[0]
+        found = ((name, module) for name, module in self.modules.items() if name in kinds)
+        return [FollowedModule(role, name, weakref.ref(module), kind=kinds[name]) for name, module in found]
 
 
 # What arguments mean
@@ -122,37 +96,25 @@ def split_default(layers: Any) -> tuple[bool, Any]:
     return len(others) < len(entries), others
 
 
-def find_groups(names: Names, layers: Any, keep: Any) -> tuple[tuple[SelectedModule, ...], tuple[SelectedModule, ...]]:
-    """Return the groups and the modules that are kept: what ``layers`` and ``keep`` of `offload` mean.
+def find_modules(names: Names, layers: Any, keep: Any) -> list[FollowedModule]:
+    """Return the modules to follow: the model, then its groups and the modules that are kept, by `layers` and `keep`.
 
     The model may be a stage of a pipeline.
     """
     kept = choose_kept(names, keep)
-    chosen = choose(names, layers, kept)
-    if not chosen and kept and choose(names, None):
-        raise ValueError(
-            f"keep names all modules of this {names.title} that could be offloaded: leave some of them out of keep."
-        )
-    if not chosen:
-        raise ValueError(f"This {names.title} has no modules inside that could be offloaded.")
-    both = {each.name for each in kept} & {each.name for each in chosen}
+    groups = choose(names, layers, kept)
+    if not groups:
+        without = " beside those of keep" if kept else ""
+        raise ValueError(f"This {names.title} has no modules inside that could be offloaded{without}.")
+    both = {each.name for each in kept} & {each.name for each in groups}
     if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    return chosen, kept
+    for k, group in enumerate(groups):
+        group.group = k
+    return [FollowedModule(ROOT, type(names.root).__name__, weakref.ref(names.root)), *groups, *kept]
 
 
-def followed_modules(
-    root: Module, groups: Iterable[SelectedModule], kept: Iterable[SelectedModule] = ()
-) -> list[FollowedModule]:
-    """Return the modules to follow: the model, its groups and the modules that are kept."""
-    return [
-        FollowedModule(ROOT, type(root).__name__, weakref.ref(root)),
-        *(FollowedModule(GROUP, each.name, weakref.ref(each.module), k, each.kind) for k, each in enumerate(groups)),
-        *(FollowedModule(KEPT, each.name, weakref.ref(each.module)) for each in kept),
-    ]
-
-
-def choose(names: Names, layers: Any, kept: Iterable[SelectedModule] = ()) -> tuple[SelectedModule, ...]:
+def choose(names: Names, layers: Any, kept: Iterable[FollowedModule] = ()) -> list[FollowedModule]:
     """Return the modules that `layers` means, in registration order, each once.
 
     None and ``...`` mean the default groups without those that are `kept`.  The kind of others is the pattern, the name
@@ -168,20 +130,20 @@ def choose(names: Names, layers: Any, kept: Iterable[SelectedModule] = ()) -> tu
         raise ValueError(f"layers is empty; expected None for the default groups, {_EXPECTED}.")
     if default:
         named, without = {names.modules[name] for name in meant}, [each.module for each in kept if each.name]
-        groups = default_groups(names.root, names.stacks, without, named)
+        groups = default_groups(names.root, without, named)
         found = {names.first[module]: kind for module, kind in groups if names.first[module]}
     others = {name: kind for name, kind in meant.items() if found.get(name) != BLOCK}  # [guard: named modules]
-    return names.chosen(found | _by_class(names, others))
+    return names.chosen(GROUP, found | _by_class(names, others))
 
 
-def choose_kept(names: Names, keep: Any) -> tuple[SelectedModule, ...]:
+def choose_kept(names: Names, keep: Any) -> list[FollowedModule]:
     """Return the modules that `keep` means, in registration order; a ``Sequential`` is itself here."""
     entries = _entries(names, keep)
-    return names.chosen(dict(meant for entry, _ in entries for meant in _meaning(names, entry, False, "keep")))
+    return names.chosen(KEPT, dict(meant for entry, _ in entries for meant in _meaning(names, entry, False, "keep")))
 
 
 def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
-    """Return the modules of the groups that a plan names; warn about blocks that it lacks of a list that it has."""
+    """Return the modules of the groups that a plan names."""
     found = list[Module]()
     for group in groups:
         name, _ = split_group_name(group)
@@ -191,22 +153,6 @@ def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
                 f"same model. {_similar(names, name)}"
             )
         found.append(names.modules[name])
-    planned, missing = set(found), list[str]()
-    for stack in names.stacks:
-        types = {block_type(block) for block in stack if block in planned}
-        missing += [
-            names.first[block]
-            for block in stack
-            if block_type(block) in types
-            and planned.isdisjoint(block.modules())
-            and any(parameter.requires_grad for parameter in block.parameters())
-        ]
-    if missing:
-        warn(
-            f"plan does not have the blocks {fold_names(missing, most=6)} of this {names.title}, which are kept, "
-            "although it has others of their list: it may be the plan of a smaller model. Give a plan of the same "
-            "model."
-        )
     return found
 
 
@@ -245,15 +191,13 @@ def _entries(names: Names, given: Any) -> Iterator[tuple[Any, bool]]:
 def check_entries(layers: Any, keep: Any) -> None:
     """Raise a `TypeError` or `ValueError` for entries of `layers` or `keep` that no model has."""
     for argument, given in (("layers", ... if layers is None else layers), ("keep", keep)):
-        if not (_is_several(given) or isinstance(given, (str, Module, type)) or given is ...):
-            raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
         entries: Any = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
         for entry in entries:
             if entry is ... and argument == "keep":
                 raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
             is_class = isinstance(entry, type) and issubclass(entry, Module)
             if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
-                raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")
+                raise TypeError(f"{argument} has an entry {entry!r}; expected {_EXPECTED}.")
             if entry == "":
                 raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
 
@@ -267,16 +211,12 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
     """Yield the first names of the modules that an entry means, with their kinds; see [Note: what an entry means]."""
     kind: str | None = None
     opened = False
-    if isinstance(entry, str):
-        path = next((name for name in _spellings(entry) if name in names.modules), None)
-        if path is not None:
-            found, opened = [path], argument == "layers"
-        else:
-            found, kind = next(filter(None, map(names.matching, _spellings(entry))), []), entry
+    if isinstance(entry, str) and entry in names.modules:
+        found, opened = [entry], argument == "layers"
+    elif isinstance(entry, str):
+        found, kind = names.matching(entry), entry
         if not found:
-            of_class = any(block_type(module).__name__ == entry for module in names.modules.values())
-            hint = f"It is the name of a class: pass the class, {entry}." if of_class else _similar(names, entry)
-            raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {hint}")
+            raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
     elif isinstance(entry, Module):
         if entry not in names.first:  # [guard: module of another model]
             raise ValueError(
@@ -312,26 +252,18 @@ def _modules(names: Names, name: str, opened: bool, kind: str | None) -> Iterato
 # Messages
 
 
-def _called(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}, which is no torch.nn.Module"
-    name = type(value).__name__
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
-
-
 def _listed(names: Sequence[str], most: int = 8) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _similar(names: Names, entry: str) -> str:
-    """Name modules that the entry may mean, and others: paths and patterns that match something."""
+    """Name modules that the entry may mean, and the outermost ones."""
     there = list(dict.fromkeys(name_pattern(name) for name in names.modules if name))
     if not there:
         return "It has no modules inside."
     anywhere = [f"*.{name.rpartition('.')[2]}" for name in there if "." in name]
-    exact = [name for name in names.modules if name] if re.search(r"\d", entry) else []
-    close = get_close_matches(entry, dict.fromkeys([*there, *anywhere, *exact]), 3)
+    close = get_close_matches(entry, dict.fromkeys([*there, *anywhere]), 3)
     said = f"Close to it: {', '.join(map(repr, close))}. " if close else ""
     outermost = sorted(there, key=lambda name: name.count("."))
     return f"{said}Modules there are {_listed(list(map(repr, outermost)))}."

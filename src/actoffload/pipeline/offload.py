@@ -160,9 +160,9 @@ def offload(
     Warns
     -----
     UserWarning
-        If `plan` lacks repeated blocks of the model.  After the first forward, if so few groups ran that none is
-        offloaded, or not `num_layers`; once the first passes are measured, if no plan is within the memory budget.  For
-        a schedule, if another rank takes no part in the first steps: this one goes on without it.
+        After the first forward, if so few groups ran that none is offloaded, or not `num_layers`; once the first passes
+        are measured, if no plan is within the memory budget.  For a schedule, if another rank takes no part in the
+        first steps: this one goes on without it.
 
     Examples
     --------

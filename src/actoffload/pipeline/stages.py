@@ -17,11 +17,11 @@ from ..engine.statistics import Reason
 from ..model.follow import FollowedModule, ModelState, handle_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
-from ..model.select import Names, choose, choose_kept, find_groups, followed_modules
+from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import Mode, PassSettings, Steering
 from ..model.tuning.ranks import ranks_of
 from ..replay import Policy
-from ..schedule.execution_order import GroupKey, GroupPlans, Roles, leanest_calls
+from ..schedule.execution_order import GroupKey, Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
 from ..tune.meter import saved_in
@@ -211,12 +211,11 @@ class RankStage:
         keep, entries = _matching(keep, lambda entry: choose_kept(names, [entry]))
         self.entries |= entries
         try:
-            chosen, kept = find_groups(names, layers, keep)
+            modules = find_modules(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
-        plans = GroupPlans(GroupSchedule(), [group.kind for group in chosen])
-        state = ModelState(followed_modules(module, chosen, kept), plans, conductor.engine)
-        policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
+        state = ModelState(modules, GroupSchedule(), conductor.engine)
+        policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
         self.steering = StageSteering(self.index, conductor, state, policies)
         self.handle = OffloadHandle(state, self.steering)
 
