@@ -47,7 +47,7 @@ def test_print_of_a_removed_or_paused_handle_and_of_one_that_offloads_nothing():
     with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
         handle.recording().__enter__()
     assert str(offload(Waves(6), num_layers=0)) == (
-        "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
+        "offload of Waves: 0 of 6 groups are offloaded\n  module: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
 
 
@@ -161,24 +161,16 @@ def test_a_dropped_handle_is_found_again():
     assert offload(model).installed
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_model_that_has_its_handle_is_copied_as_a_plain_one(way):
     model = Waves(6)
     model.handle = offload(model, num_layers=3, max_host_bytes=2**22)
     step(model)
-    handle = way(model.handle)
     other = way(model)
-    if way is not copy.copy:  # whose handle is that of the original
-        handle = other.handle
-    assert not handle.installed
-    assert "(removed)" in str(handle)
-    with pytest.raises(RuntimeError, match="nothing to report yet"):
-        handle.report()
-    with handle.paused():
-        handle.remove()
+    assert other.handle is None
     assert model.handle.installed
     step(other)
-    assert model.handle.statistics().passes == 1 + (way is copy.copy)  # which shares the blocks
+    assert model.handle.statistics().passes == 1
 
 
 @pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "later"])

@@ -82,10 +82,9 @@ def test_in_forward_the_note_has_all_that_is_known():
         f"  {size(weights)}: gradients",
         f"  {size(states)}: optimizer states",
         f"  {size(10 * UNIT)}: saved tensors of groups",
-        f"    {size(2 * UNIT)} each: blocks.1 ... 5",
         "What would help:",
         f"- recompute=True: most of {size(10 * UNIT)} would not be saved, and backward runs the operators again.",
-        f"- half the batch with twice the gradient accumulation: at least {size(5 * UNIT)} less, at some throughput.",
+        "- half the batch with twice the gradient accumulation.",
     ]
     nothing_installed(model)
 
@@ -105,13 +104,14 @@ def test_a_reload_in_backward_fails(left):
 
 def test_of_several_models_the_one_in_backward_is_described():
     device = NoMemory()
-    models = [Waves(6), nn.Sequential(*Waves(6).blocks), Waves(6)]
+    models = [Waves(6), Waves(7), Waves(6)]
     handles = [offload(model, device=device) for model in models]
     losses = [model(data()).sum() for model in models]
     device.left = 1
     with pytest.raises(torch.OutOfMemoryError) as error:
         losses[1].backward()
-    assert f"    {size(2 * UNIT)}: 4" in note(error.value)
+    nbytes = sum(parameter.nbytes for parameter in models[1].parameters())
+    assert note(error.value)[1] == f"  {size(nbytes)}: weights and buffers"
     assert len(handles) == 3
 
 
@@ -167,26 +167,16 @@ def test_where_nothing_is_followed_the_plan_says_what_is_kept(monkeypatch):
     assert not handle.plan.offloaded
     monkeypatch.setattr(TimedBlock, "forward", fail)
     lines = failing(model, torch.zeros(4, requires_grad=True))
-    assert "    1.0 MiB each: blocks.0 ... 5" in lines
+    assert "  6.0 MiB: saved tensors of groups" in lines
 
 
-def test_what_lies_outside_of_groups_can_be_checkpointed_and_logits_avoided():
+def test_logits_outside_of_groups():
     model = Outside()
     offload(model, layers="blocks")
     model(data()).sum().backward()
     lines = failing(model, data())
     assert "34.0 KiB: saved tensors outside of groups" in " ".join(lines)
     assert any("the logits of `head` may be the peak" in line and "use_liger_kernel=True" in line for line in lines)
-    assert any(line.startswith("- torch.utils.checkpoint") and "34.0 KiB less" in line for line in lines)
-
-
-def test_host_memory_that_was_missing():
-    model = Waves(6, Fails)
-    offload(model, layers="blocks", max_host_bytes=1)
-    model.blocks[5].fails = True
-    with pytest.warns(UserWarning, match="stays on the device"):
-        lines = failing(model, data().requires_grad_() * 1.0)
-    assert f"no page-locked memory for {size(8 * UNIT)}: a larger max_host_bytes" in " ".join(lines)
 
 
 def test_the_note_keeps_nothing_alive_and_never_fails(monkeypatch):

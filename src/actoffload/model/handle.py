@@ -11,21 +11,15 @@ from typing import Any
 
 from torch.nn import Module
 
-from .. import device as devices
 from .._arguments import check_whole, number_of_bytes
 from .._warnings import warn
-from ..engine.engine import Engine
 from ..engine.statistics import Statistics
 from ..report.build import build
 from ..report.plots import Frontier
 from ..report.report import GroupReport, Report
 from ..schedule.plan import Plan
-from ..schedule.schedules import GroupSchedule
 from ..schedule.timeline import Timeline
 from .follow import (
-    GROUP,
-    ROOT,
-    FollowedModule,
     ModelState,
     follow,
     group_name,
@@ -35,7 +29,7 @@ from .follow import (
 )
 from .reporting import describe
 from .select import Names
-from .steering import BySchedule, Steering
+from .steering import Steering
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
 
@@ -78,8 +72,8 @@ class OffloadHandle:
         return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a removed handle of nothing: copies of a model are not offloaded."""
-        return _removed_handle, (self._state.root.name,)
+        """Copy and pickle as None: copies of a model are not offloaded."""
+        return type(None), ()
 
     # On and off
 
@@ -316,13 +310,3 @@ class _Pause:
 def _named_modules(root: weakref.ref[Module]) -> Mapping[Module, str]:
     model = root()
     return {} if model is None else Names(model).first
-
-
-def _removed_handle(name: str) -> OffloadHandle:
-    """Return a removed handle, as of a model without groups but itself."""
-    root = Module()
-    modules = [FollowedModule(ROOT, name, weakref.ref(root)), FollowedModule(GROUP, "", weakref.ref(root), 0)]
-    state = ModelState(modules, GroupSchedule(), Engine(Plan(1), devices.backend()))
-    handle = OffloadHandle(state, BySchedule(state))
-    handle.remove()
-    return handle

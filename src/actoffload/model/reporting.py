@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
 
-from .._text import fold, fold_names, numberless, size
+from .._text import fold, fold_names, size
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
@@ -53,16 +53,13 @@ def coverage_warning(state: ModelState) -> str | None:
     saved = covered + GroupReport("outside", kept=outside).activation_bytes
     if 2 * covered >= saved:
         return None
-    rest = (
-        f"The groups of this {state.root.name} cover {covered / saved:.0%} of what its forward saves. The rest is kept"
-    )
     skipped = [group.name for group in state.groups if group_name(group.name) not in latest.names]
+    because = "it is saved by the code of the model's own forward or by gradients in it."
     if skipped:
-        more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
-        return f"{rest}: '{skipped[0]}'{more} were not called. If the model uses them by a method, call `block(x)`."
+        because = f"{fold_names(skipped)} were not called. If the model uses them by a method, call `block(x)`."
     return (
-        f"{rest}, because it is saved outside of the calls of its modules: by the code of the model's own forward or "
-        "by gradients in it."
+        f"The groups of this {state.root.name} cover {covered / saved:.0%} of what its forward saves. The rest is "
+        f"kept, because {because}"
     )
 
 
@@ -71,7 +68,6 @@ def coverage_warning(state: ModelState) -> str | None:
 TITLE = "actoffload: "
 LARGE = 0.1  # of the memory in use: from here on a part is worth advice
 WIDE = 5  # outputs by inputs of a linear module, from which on it is a head with logits
-MOST = 4  # lines of groups
 
 
 def explain(
@@ -95,26 +91,24 @@ def _lines(
 ) -> Iterator[str]:
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
-    saved = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
-    outside, refused, replayed = 0, 0, bool(plan.recomputed)
+    kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
+    saved, outside, replayed = sum(kept.values()), 0, bool(plan.recomputed)
     if done is not None:
-        kept, saved, replayed = saved, {}, any(layer.recomputed is not None for layer in done.layers)
+        replayed = any(layer.recomputed is not None for layer in done.layers)
         with done.lock:
-            for name, layer in zip(state.names(done.order.started), done.layers, strict=False):
-                own = kept.get(name, 0) if done.partly else 0  # kept groups are not followed
-                saved[name] = max(on_device(layer), own)
-                refused += sum(storage.nbytes for storage in layer.living() if storage.refused)
+            layers = zip(state.names(done.order.started), done.layers, strict=False)
+            # In a pass that is followed in part, kept groups are not.
+            saved = sum(max(on_device(layer), kept.get(name, 0) if done.partly else 0) for name, layer in layers)
             # What was saved since the last group is not counted yet.
             outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1] + on_device(done.between)
 
     # What holds the memory
     weights = [*model.parameters(), *model.buffers()]
-    in_groups = "saved tensors of groups"
     parts = {
         "weights and buffers": _nbytes(backend, weights),
         "gradients": _nbytes(backend, (weight.grad for weight in weights if weight.grad is not None)),
         "optimizer states": _nbytes(backend, _states({id(weight) for weight in weights})),
-        in_groups: sum(saved.values()),
+        "saved tensors of groups": saved,
         "saved tensors outside of groups": outside,
     }
     known, limit = sum(parts.values()), backend.memory_limit()
@@ -122,37 +116,22 @@ def _lines(
     parts["everything else: temporary tensors, inputs, what the program keeps"] = max(used - known, 0)
     where = f"in the forward of {group_name(calls[-1].name)}" if calls else "in backward"
     yield f"{TITLE}{size(used)}{f' of {size(limit)}' if limit else ''} were in use {where}:"
-    for name, nbytes in parts.items():
-        if nbytes:
-            yield f"  {size(nbytes)}: {name}"
-        if name == in_groups:
-            yield from _groups(saved)
+    yield from (f"  {size(nbytes)}: {name}" for name, nbytes in parts.items() if nbytes)
 
     # What would help
     yield "What would help:"
     next_choice = steering.next_choice()
     if next_choice:
         yield f"- {next_choice}"
-    elif parts[in_groups] >= LARGE * used and not replayed:
-        again_saved = size(parts[in_groups])
-        yield f"- recompute=True: most of {again_saved} would not be saved, and backward runs the operators again."
-    if refused:
-        found = f"the host had no page-locked memory for {size(refused)}"
-        yield f"- {found}: a larger max_host_bytes, or more free host memory; it takes as many bytes there."
+    elif saved >= LARGE * used and not replayed:
+        yield f"- recompute=True: most of {size(saved)} would not be saved, and backward runs the operators again."
     head = _head(model) if calls and done is not None and calls[-1].role is not GROUP else ""
     if head:
         yield (
             f"- no group ran, so the logits of `{head}` may be the peak: a loss that does not keep them all, such as "
             "use_liger_kernel=True of the Trainer, at nearly no cost."
         )
-    if outside >= LARGE * used:
-        yield (
-            f"- torch.utils.checkpoint around what no group covers, or its modules in layers: up to "
-            f"{size(outside)} less, and these parts run again in backward."
-        )
-    less = (parts[in_groups] + outside) // 2
-    half = f"at least {size(less)} less" if less else "half of what a step allocates"
-    yield f"- half the batch with twice the gradient accumulation: {half}, at some throughput."
+    yield "- half the batch with twice the gradient accumulation."
 
 
 def _nbytes(backend: Backend, tensors: Iterable[torch.Tensor]) -> int:
@@ -168,15 +147,6 @@ def _states(weights: set[int]) -> Iterator[torch.Tensor]:
             for weight, state in getattr(found, "state", {}).items():
                 if id(weight) in weights:
                     yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _groups(saved: Mapping[str, int]) -> Iterator[str]:
-    rows = fold(((name, nbytes) for name, nbytes in saved.items() if nbytes), lambda row: (numberless(row[0]), row[1]))
-    largest = sorted(rows, key=lambda row: -len(row) * row[0][1])
-    for row in largest[:MOST]:
-        yield f"    {size(row[0][1])}{' each' if len(row) > 1 else ''}: {fold_names([name for name, _ in row])}"
-    if len(largest) > MOST:
-        yield f"    {size(sum(each[1] for row in largest[MOST:] for each in row))}: other groups"
 
 
 def _head(model: torch.nn.Module) -> str:
