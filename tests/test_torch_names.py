@@ -28,7 +28,6 @@ NAMES = [
     "UntypedStorage._free_weak_ref",
     "UntypedStorage._new_with_weak_ptr",
     "_neg_view",
-    "_grouped_mm",
     "_C.TensorBase",
     "_C.DisableTorchFunctionSubclass",
     "_C._DisableTorchDispatch",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload.moe import GroupedMLP, indices_to_multihot
-from actoffload.moe import grouped_linear as groups
+from actoffload.moe import experts as groups
 
 pytestmark = gpu
 

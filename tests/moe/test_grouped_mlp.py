@@ -11,7 +11,7 @@ from helpers import no_synchronization, same_bits
 from moe_reference import ACTIVATIONS, COUNTS, FFN, HIDDEN, OUT, gradients, operands, output_gradient, poison, reference
 
 from actoffload.moe import GroupedMLP, grouped_mlp
-from actoffload.moe import grouped_linear as groups
+from actoffload.moe import experts as groups
 
 
 @contextmanager
@@ -37,15 +37,10 @@ def on_place(counts: list[int], dtype: torch.dtype = torch.int64) -> torch.Tenso
 
 
 WAYS = {
-    "list": lambda counts: {"tokens_per_expert": counts},
-    "tuple": lambda counts: {"tokens_per_expert": tuple(counts)},
-    "counts": lambda counts: {"tokens_per_expert": on_place(counts)},
-    "counts of few bits": lambda counts: {"tokens_per_expert": on_place(counts, torch.uint8)},
-    "offsets": lambda counts: {"tokens_per_expert": None, "offsets": on_place(counts).cumsum(0)},
-    "int32 offsets": lambda counts: {
-        "tokens_per_expert": None,
-        "offsets": on_place(counts).cumsum(0, dtype=torch.int32),
-    },
+    "list": lambda counts: counts,
+    "tuple": tuple,
+    "counts": on_place,
+    "counts of few bits": lambda counts: on_place(counts, torch.uint8),
 }
 
 
@@ -63,11 +58,11 @@ def test_the_arithmetic_of_plain_autograd(place, activation, dtype, way, counts)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
 
     def run():
-        return grouped_mlp(leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], activation=activation, **given)
+        return grouped_mlp(leaves[0], given, *leaves[1:], activation=activation)
 
     kernel = place.type == "cpu" or (dtype is torch.bfloat16 and groups._has_kernel(place))
     if way not in ("list", "tuple") and not kernel:
-        with pytest.raises(ValueError, match="Give tokens_per_expert as a list of ints"):
+        with pytest.raises(ValueError, match="Elsewhere give a list of ints"):
             run()
         return
     weight = output_gradient(run())
@@ -99,7 +94,7 @@ def test_the_bits_of_autograd_through_grouped_mm(activation, dtype):
         assert same_bits(mine, theirs)
 
 
-@pytest.mark.parametrize("way", ["list", "counts", "offsets"])
+@pytest.mark.parametrize("way", ["list", "counts"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rows_behind_the_last_expert(dtype, way):
     leaves = operands("swiglu", dtype, behind=4)
@@ -107,7 +102,7 @@ def test_rows_behind_the_last_expert(dtype, way):
         leaves[0][-4:] = float("nan")
     total = sum(COUNTS)
     with garbage():
-        y = grouped_mlp(leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], padded=True, **WAYS[way](COUNTS))
+        y = grouped_mlp(leaves[0], WAYS[way](COUNTS), *leaves[1:], padded=True)
         weight = torch.ones_like(y)
         weight[total:] = float("nan")
         got = [y, *torch.autograd.grad(y, leaves, weight)]
@@ -174,18 +169,16 @@ def test_autocast(counts):
 
 def test_nothing_is_fetched_from_an_accelerator():
     x, fc1, fc2 = (torch.empty(t.shape, device="meta", dtype=torch.bfloat16) for t in operands())
-    with pytest.raises(ValueError, match=r"tokens_per_expert is on meta, but grouped_mm has a kernel only for CUDA"):
+    with pytest.raises(ValueError, match=r"is on meta and x.* kernel for bfloat16.* counts\.tolist\(\) fetches them"):
         grouped_mlp(x, torch.tensor(COUNTS, device="meta"), fc1, fc2)
-    with pytest.raises(ValueError, match=r"offsets is on meta.*counts\.tolist\(\) fetches them and waits"):
-        grouped_mlp(x, None, fc1, fc2, offsets=torch.tensor(COUNTS, device="meta"))
     for counts in (COUNTS, torch.tensor(COUNTS)):  # on the host: a loop
         assert grouped_mlp(x, counts, fc1, fc2).shape == (9, OUT)
-    with pytest.raises(ValueError, match="gives the experts 10 tokens and x has 9"):
+    with pytest.raises(ValueError, match=r"is \[6, 0, 3, 1, 0\] and x has 9 tokens"):
         grouped_mlp(x, torch.tensor([6, 0, 3, 1, 0]), fc1, fc2)
 
 
 def test_sums_over_no_rows_on_devices_where_the_kernel_leaves_garbage(monkeypatch):
-    real = groups._grouped_mm
+    real = F.grouped_mm
 
     def dirty(a, b, *, offs):
         result = real(a, b, offs=offs)
@@ -193,7 +186,7 @@ def test_sums_over_no_rows_on_devices_where_the_kernel_leaves_garbage(monkeypatc
             result[torch.tensor(COUNTS) == 0] = float("nan")
         return result
 
-    monkeypatch.setattr(groups, "_grouped_mm", dirty)
+    monkeypatch.setattr(F, "grouped_mm", dirty)
     leaves = operands(dtype=torch.float32)
     for leaves_garbage in (True, False):
         monkeypatch.setattr(groups, "_leaves_garbage", lambda device, answer=leaves_garbage: answer)
@@ -221,8 +214,7 @@ def test_the_module(activation):
     assert 0.9 * FFN**-0.5 < mlp.fc2_weight.abs().max() <= FFN**-0.5
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
     want = reference(x, PER_EXPERT, mlp.fc1_weight, mlp.fc2_weight, activation)
-    ends = torch.tensor(PER_EXPERT).cumsum(0)
-    for y in (mlp(x, PER_EXPERT), mlp(x, offsets=ends), copy.deepcopy(mlp)(x, torch.tensor(PER_EXPERT))):
+    for y in (mlp(x, PER_EXPERT), copy.deepcopy(mlp)(x, torch.tensor(PER_EXPERT))):
         assert torch.allclose(y, want, rtol=1e-12)
     padded = mlp(torch.cat([x, x[:2]]), PER_EXPERT, padded=True)
     assert torch.allclose(padded[:TOKENS], want, rtol=1e-12)
@@ -235,39 +227,37 @@ def test_the_module(activation):
 
 X, W1, W2 = torch.zeros(4, 8), torch.zeros(2, 32, 8), torch.zeros(2, 8, 16)
 WRONG = [
-    ((X, None, W1, W2), {}, ValueError, "Give either tokens_per_expert or offsets"),
-    ((X, [4, 0], W1, W2), {"offsets": torch.tensor([4, 4])}, ValueError, "Give either tokens_per_expert or offsets"),
-    ((X, [4, 1], W1, W2), {}, ValueError, r"gives the experts 5 tokens and x has 4; expected the same number"),
-    ((X, [1, 1], W1, W2), {}, ValueError, r"gives the experts 2 tokens and x has 4; .*padded=True"),
-    ((X, [4, 1], W1, W2), {"padded": True}, ValueError, r"5 tokens and x has 4; expected the same number or fewer"),
-    ((X, [4], W1, W2), {}, ValueError, r"tokens_per_expert has 1 entries; expected one for each of the 2 experts"),
-    ((X, [5, -1], W1, W2), {}, ValueError, r"gives expert 1 a negative number of tokens"),
-    ((X, [4.0, 0.0], W1, W2), {}, TypeError, r"is \[4.0, 0.0\]; expected an int for each expert"),
-    ((X, 4, W1, W2), {}, TypeError, r"tokens_per_expert is a int; expected"),
-    ((X, torch.tensor([4, 1]), W1, W2), {}, ValueError, r"gives the experts 5 tokens"),
-    ((X, torch.tensor([4.0, 0.0]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.float32"),
-    ((X, torch.tensor([[4, 0]]), W1, W2), {}, ValueError, r"shape \[1, 2\]; expected one number for each expert"),
-    ((X, torch.tensor([4, 0], device="meta"), W1, W2), {}, ValueError, r"tokens_per_expert is on meta and x on cpu"),
-    ((X, None, W1, W2), {"offsets": [4, 4]}, TypeError, r"offsets is a list; expected an integer tensor"),
-    ((X, None, W1, W2), {"offsets": torch.tensor([4, 3])}, ValueError, r"gives expert 1 a negative number"),
-    ((X, None, W1, W2), {"offsets": torch.tensor([1, 3])}, ValueError, r"offsets gives the experts 3 tokens"),
+    ((X, [4, 1], W1, W2), {}, ValueError, r"is \[4, 1\] and x has 4 tokens; expected as many in all, none negative"),
+    ((X, [1, 1], W1, W2), {}, ValueError, r"padded=True"),
+    ((X, [4, 1], W1, W2), {"padded": True}, ValueError, r"x has 4 tokens"),
+    ((X, [5, -1], W1, W2), {}, ValueError, r"none negative"),
+    ((X, torch.tensor([4, 1]), W1, W2), {}, ValueError, r"is \[4, 1\] and x has 4 tokens"),
+    ((X, torch.tensor([4, 0], device="meta"), W1, W2), {}, ValueError, r"is on meta and x, torch.float32, on cpu"),
+    *(
+        ((X, counts, W1, W2), {}, TypeError, r"tokens_per_expert is .*; expected 2 integers, one for each expert")
+        for counts in ([4], [4.0, 0.0], 4, None, torch.tensor([4.0, 0.0]), torch.tensor([[4, 0]]))
+    ),
     ((X, [4, 0], W1, W2), {"activation": "tanh"}, ValueError, r"activation is 'tanh'; expected one of 'swiglu'"),
-    ((X, [4, 0], W1, W2), {"activation": ["silu"]}, ValueError, r"activation is \['silu'\]; expected one of"),
     (
         (X, [4, 0], W1, W2),
         {"activation": "silu"},
         ValueError,
-        r"fc1_weight has 32 rows .*; expected 16, the 16 columns",
+        r"shapes are .*; expected .* \[experts, 1 \* ffn, hidden",
     ),
-    ((X, [4, 0], W1[:, :16], W2), {}, ValueError, r"fc1_weight has 16 rows .*; expected 32, twice the 16 columns"),
-    ((X[:, :4], [4, 0], W1, W2), {}, ValueError, r"x has 4 columns; expected 8"),
-    ((X, [4, 0], W1, W2[:1]), {}, ValueError, r"fc1_weight has 2 experts and fc2_weight 1"),
-    ((X[0], [4, 0], W1, W2), {}, ValueError, r"x has shape \[8\]; expected 2 dimensions"),
-    ((X, [4, 0], W1[0], W2), {}, ValueError, r"fc1_weight has shape \[32, 8\]; expected 3 dimensions"),
-    ((X, [4, 0], W1, [W2]), {}, TypeError, r"fc2_weight is a list; expected a tensor"),
-    ((X.long(), [4, 0], W1, W2), {}, TypeError, r"x has dtype torch.int64; expected a floating point dtype"),
+    *(
+        (arguments, {}, ValueError, r"The shapes are x \[.*\[experts, 2 \* ffn, hidden\]")
+        for arguments in (
+            (X, [4, 0], W1[:, :16], W2),
+            (X[:, :4], [4, 0], W1, W2),
+            (X, [4, 0], W1, W2[:1]),
+            (X[0], [4, 0], W1, W2),
+            (X, [4, 0], W1[0], W2),
+        )
+    ),
+    ((X, [4, 0], W1, [W2]), {}, TypeError, r"fc2_weight is a list; expected a floating point tensor"),
+    ((X.long(), [4, 0], W1, W2), {}, TypeError, r"x is a torch.int64; expected a floating point tensor"),
     ((X, [4, 0], W1.double(), W2), {}, TypeError, r"x has dtype torch.float32 and fc1_weight torch.float64"),
-    ((X, [4, 0], W1, W2.to("meta")), {}, ValueError, r"x is on cpu and fc2_weight on meta"),
+    ((X, [4, 0], W1, W2.to("meta")), {}, ValueError, r"x is on cpu, and weights on cpu and meta"),
 ]
 
 

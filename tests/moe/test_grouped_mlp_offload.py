@@ -13,7 +13,7 @@ from torch import Tensor
 import actoffload
 from actoffload.device import ReferenceDevice
 from actoffload.moe import GroupedMLP, grouped_mlp
-from actoffload.moe import grouped_linear as groups
+from actoffload.moe import experts as groups
 from actoffload.report import Reason
 from actoffload.schedule import Kind
 

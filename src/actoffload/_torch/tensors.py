@@ -33,9 +33,6 @@ sleep_on_device: Callable[[int], None] = find("cuda._sleep", lambda cycles: None
 negative_view: Callable[[torch.Tensor], torch.Tensor] = find("_neg_view", torch.neg)
 """Return a tensor with the opposite sign, as a view where PyTorch can."""
 
-grouped_mm: Callable[..., torch.Tensor] | None = find("nn.functional.grouped_mm", find("_grouped_mm"))
-"""Multiply groups of rows by one matrix each; None where PyTorch cannot."""
-
 empty_host_cache: Callable[[], None] = find("accelerator.empty_host_cache", find("_C._host_emptyCache", lambda: None))
 """Return pinned memory that PyTorch caches to the system; public in some releases after 2.11."""
 

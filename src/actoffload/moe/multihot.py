@@ -109,18 +109,14 @@ def _without_first(table: torch.Tensor) -> torch.Tensor:
 
 
 def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None:
-    for name, value in (("indices", indices), ("probs", probs)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor [tokens, topk].")
-    if indices.dtype not in _INDICES:
-        raise TypeError(f"indices has dtype {indices.dtype}; expected signed integers, with -1 for 'not here'.")
-    if probs.dtype not in _PROBS:
-        raise TypeError(f"probs has dtype {probs.dtype}; expected float16, bfloat16, float32 or float64.")
-    if indices.dim() != 2:
-        raise ValueError(f"indices has shape {list(indices.shape)}; expected two dimensions, [tokens, topk].")
-    if probs.shape != indices.shape:
-        shapes = f"probs has shape {list(probs.shape)} and indices {list(indices.shape)}"
-        raise ValueError(f"{shapes}; expected one probability for each index, [tokens, topk] both.")
+    for name, value, dtypes in (("indices", indices, _INDICES), ("probs", probs, _PROBS)):
+        if not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
+            found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+            raise TypeError(f"{name} {found}; expected a tensor [tokens, topk] of {', '.join(map(str, dtypes))}.")
+    if indices.dim() != 2 or probs.shape != indices.shape:
+        raise ValueError(
+            f"indices has shape {list(indices.shape)} and probs {list(probs.shape)}; expected [tokens, topk] of both."
+        )
     if probs.device != indices.device:
         raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
     check_whole(num_experts=num_experts, least=1)

@@ -2,10 +2,15 @@
 
 One autograd function instead of three saves three tensors besides the weights: the inputs of FC1, of the activation and
 of FC2, as Transformer Engine's does.  `start_offload` starts the copy of each where it is final, not at the end.
+
+``torch.nn.functional.grouped_mm`` multiplies the rows of each expert with its matrix.  It takes the ends of the groups
+of rows as a tensor on the device.  A loop over the experts takes every dtype, size and device, but needs the counts on
+the host.  Counts are never fetched from an accelerator, because that makes the host wait.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +22,12 @@ from torch.autograd.function import once_differentiable
 from .._arguments import check_whole
 from .._torch.modules import opaque
 from ..annotations import mark_not_offload, start_offload
-from .grouped_linear import Groups
 
 _aten = torch.ops.aten
 _KEEP = ("keep_fc1_input", "keep_activation_input", "keep_fc2_input")
+_ALIGNMENT = 16  # bytes, of each row of an operand of grouped_mm
+_CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 # Activations: their gradients are those of autograd, by the same kernels, without what autograd would save.
@@ -81,16 +88,124 @@ def _named(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+# Matrix products of rows, sorted by group, with a matrix for each group
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which rows belong to which group."""
+
+    rows: int
+    number: int  # of groups
+    counts: tuple[int, ...] | None  # rows of each group, for the loop
+    offsets: torch.Tensor | None  # where each group ends, [number], int32 on the device, for grouped_mm
+    padded: bool  # rows may follow that belong to no group
+
+    @staticmethod
+    def of(counts: Sequence[int] | torch.Tensor, x: torch.Tensor, widths: Sequence[int], *, padded: bool) -> Groups:
+        """Check how many rows of `x` each group has, and choose the products; `widths` are those of all operands."""
+        rows, number = x.shape[0], len(counts)
+        if isinstance(counts, torch.Tensor):
+            fits = counts.device == x.device and _takes_grouped_mm(x, widths)
+            known = counts.tolist() if counts.device.type == "cpu" else None  # reading values costs nothing here
+            if known is None and not fits:
+                raise ValueError(
+                    f"tokens_per_expert is on {counts.device} and x, {x.dtype}, on {x.device}: counts on an "
+                    "accelerator need grouped_mm, which has a kernel for bfloat16, rows of a multiple of 16 bytes and "
+                    "compute capability 9.x and 10.x. Elsewhere give a list of ints; where the counts are on the "
+                    "device, counts.tolist() fetches them and waits for the device."
+                )
+        else:
+            fits, known = False, [*counts]
+        if known is not None:
+            total = sum(known)
+            if min(known) < 0 or total > rows or (total < rows and not padded):
+                raise ValueError(
+                    f"tokens_per_expert is {known} and x has {rows} tokens; expected as many in all, none negative, "
+                    "or padded=True where rows without an expert follow."
+                )
+        if fits:
+            assert isinstance(counts, torch.Tensor)
+            return Groups(rows, number, None, counts.cumsum(0).to(torch.int32), padded)
+        assert known is not None
+        return Groups(rows, number, tuple(known), None, padded)
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor, *, clean: bool = False) -> torch.Tensor:
+        """Return each group of rows [rows, k] times its matrix [number, k, n]: [rows, n], contiguous.
+
+        One of the last two strides of `weight` is 1.  Rows of no group are undefined, or zero if `clean`.
+        """
+        if not self.rows:
+            return x.new_zeros(0, weight.shape[2])
+        if self.offsets is not None:
+            result = F.grouped_mm(x, weight, offs=self.offsets)
+            if clean and self.padded:
+                behind = torch.arange(self.rows, device=x.device) >= self.offsets[-1]
+                result.masked_fill_(behind.unsqueeze(1), 0.0)  # not a product: what lies there may be NaN
+            return result
+        result = x.new_empty(self.rows, weight.shape[2])
+        for part, rows, matrix in zip(self._split(result), self._split(x), weight.unbind(), strict=True):
+            torch.mm(rows, matrix, out=part)
+        if clean:
+            assert self.counts is not None
+            result[sum(self.counts) :].zero_()
+        return result
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the outer products of rows [rows, n] and [rows, k] by group, as a weight's gradient is.
+
+        The result, [number, n, k], is zero for a group without rows.
+        """
+        shape = (self.number, a.shape[1], b.shape[1])
+        if not self.rows:
+            return a.new_zeros(shape)
+        if self.offsets is not None:
+            result = F.grouped_mm(a.t(), b, offs=self.offsets)
+            if _leaves_garbage(a.device):
+                empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
+                result.masked_fill_(empty.view(-1, 1, 1), 0.0)
+            return result
+        result = a.new_empty(shape)
+        for matrix, left, right in zip(result.unbind(), self._split(a), self._split(b), strict=True):
+            torch.mm(left.t(), right, out=matrix)
+        return result
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each group."""
+        assert self.counts is not None
+        return torch.split(rows[: sum(self.counts)], list(self.counts))
+
+
+def _takes_grouped_mm(x: torch.Tensor, widths: Sequence[int]) -> bool:
+    """Return whether grouped_mm takes these operands without the host."""
+    if any(width * x.element_size() % _ALIGNMENT for width in widths):
+        return False
+    if x.device.type == "cpu":
+        return x.dtype in _CPU_DTYPES
+    # Elsewhere torch runs grouped_mm as a loop of its own, for which it copies the offsets to the host.
+    return x.device.type == "cuda" and _has_kernel(x.device) and x.dtype is torch.bfloat16
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def _leaves_garbage(device: torch.device) -> bool:
+    """Whether the kernel's sum over no rows at all is what lay in the accumulator (CUTLASS issue 2674)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 # The operation
 
 
 def grouped_mlp(
     x: torch.Tensor,
-    tokens_per_expert: Sequence[int] | torch.Tensor | None,
+    tokens_per_expert: Sequence[int] | torch.Tensor,
     fc1_weight: torch.Tensor,
     fc2_weight: torch.Tensor,
     *,
-    offsets: torch.Tensor | None = None,
     activation: str = "swiglu",
     padded: bool = False,
     keep_fc1_input: bool = False,
@@ -108,13 +223,11 @@ def grouped_mlp(
     ----------
     x : torch.Tensor
         Tokens, sorted by expert, [tokens, hidden].
-    tokens_per_expert : sequence of int, torch.Tensor or None
+    tokens_per_expert : sequence of int or torch.Tensor
         Number of tokens of each expert.  For an integer tensor [experts] on the device of `x` the host does not wait.
         A list, or a tensor in host memory if `x` is on an accelerator, makes a loop over the experts.
     fc1_weight, fc2_weight : torch.Tensor
         [experts, ffn, hidden], with a gated activation [experts, 2 * ffn, hidden], the gate first; [experts, out, ffn].
-    offsets : torch.Tensor, optional
-        Instead of counts, where each expert's tokens end, [experts]: the running sum of the counts.
     activation : str
         ``"swiglu"`` or ``"geglu"``, which are gated, ``"silu"``, ``"gelu"`` or ``"srelu"`` (the square of ReLU).
     padded : bool
@@ -130,7 +243,7 @@ def grouped_mlp(
     Raises
     ------
     TypeError
-        If an operand is not a tensor, or dtypes differ.
+        If an operand is not a floating point tensor, dtypes differ, or counts are not integers.
     ValueError
         If shapes, devices or counts do not fit, or counts are on an accelerator without a kernel for the operands.
         Values on an accelerator are not checked: without `padded`, rows without an expert are undefined.
@@ -148,11 +261,9 @@ def grouped_mlp(
     torch.Size([5, 8])
     """
     chosen = _named(activation)
-    _check(x, fc1_weight, fc2_weight, chosen)
+    _check(x, tokens_per_expert, fc1_weight, fc2_weight, chosen)
     x, fc1_weight, fc2_weight = _in_one_dtype(x, fc1_weight, fc2_weight)
-    experts, fc1_out, hidden = fc1_weight.shape
-    widths = (hidden, fc1_out, *fc2_weight.shape[1:])
-    groups = Groups.of(tokens_per_expert, offsets, x, widths, number=experts, padded=padded)
+    groups = Groups.of(tokens_per_expert, x, (*fc1_weight.shape[1:], *fc2_weight.shape[1:]), padded=padded)
     keep = keep_fc1_input, keep_activation_input, keep_fc2_input
     # Counts that the host knows may differ in the next call, and nothing else in it would show that.  So they are
     # passed as an object, with which a function is not run again; ends on the device are tensors like all others.
@@ -283,15 +394,13 @@ class GroupedMLP(torch.nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        tokens_per_expert: Sequence[int] | torch.Tensor | None = None,
+        tokens_per_expert: Sequence[int] | torch.Tensor,
         *,
-        offsets: torch.Tensor | None = None,
         padded: bool = False,
     ) -> torch.Tensor:
         """Apply the experts to tokens [tokens, hidden_size]; the arguments are those of `grouped_mlp`."""
         more: dict[str, Any] = {name: getattr(self, name) for name in ("activation", *_KEEP)}
-        weights = self.fc1_weight, self.fc2_weight
-        return grouped_mlp(x, tokens_per_expert, *weights, offsets=offsets, padded=padded, **more)
+        return grouped_mlp(x, tokens_per_expert, self.fc1_weight, self.fc2_weight, padded=padded, **more)
 
     def extra_repr(self) -> str:
         """Return the sizes, the activation and what is kept."""
@@ -309,30 +418,30 @@ def _saved(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
 # Checks of operands
 
 
-def _check(x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, activation: Activation) -> None:
+def _check(
+    x: torch.Tensor, counts: object, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, activation: Activation
+) -> None:
     """Check types, shapes and devices; `_in_one_dtype` compares dtypes."""
-    operands = {"x": (x, 2), "fc1_weight": (fc1_weight, 3), "fc2_weight": (fc2_weight, 3)}
-    for name, (tensor, dimensions) in operands.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor.")
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype.")
-        if tensor.dim() != dimensions:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; expected {dimensions} dimensions.")
-        if tensor.device != x.device:
-            raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move them to one device.")
-    experts, fc1_out, hidden = fc1_weight.shape
-    ffn = fc2_weight.shape[2]
-    if x.shape[1] != hidden:
-        raise ValueError(f"x has {x.shape[1]} columns; expected {hidden}, as fc1_weight is [experts, ffn, {hidden}].")
-    if fc2_weight.shape[0] != experts:
-        raise ValueError(f"fc1_weight has {experts} experts and fc2_weight {fc2_weight.shape[0]}; expected as many.")
-    if fc1_out != activation.width * ffn:
-        columns = f"twice the {ffn} columns" if activation.gated else f"the {ffn} columns"
+    operands = {"x": x, "fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
+    for name, tensor in operands.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} is a {kind}; expected a floating point tensor.")
+    fit = (x.dim(), fc1_weight.dim(), fc2_weight.dim()) == (2, 3, 3) and x.shape[1] == fc1_weight.shape[2]
+    if not fit or fc2_weight.shape[::2] != (fc1_weight.shape[0], fc1_weight.shape[1] / activation.width):
+        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in operands.items())
         raise ValueError(
-            f"fc1_weight has {fc1_out} rows for each expert; expected {activation.width * ffn}, {columns} of "
-            "fc2_weight, for this activation."
+            f"The shapes are {found}; expected [tokens, hidden], [experts, {activation.width} * ffn, hidden] and "
+            "[experts, out, ffn]."
         )
+    if not x.device == fc1_weight.device == fc2_weight.device:
+        raise ValueError(f"x is on {x.device}, and weights on {fc1_weight.device} and {fc2_weight.device}.")
+    if isinstance(counts, torch.Tensor):
+        fit = counts.dtype in _INTEGERS and counts.shape == fc1_weight.shape[:1]
+    else:
+        fit = isinstance(counts, Sequence) and list(map(type, counts)) == [int] * len(fc1_weight)
+    if not fit:
+        raise TypeError(f"tokens_per_expert is {counts!r}; expected {len(fc1_weight)} integers, one for each expert.")
 
 
 def _dense(weight: torch.Tensor) -> torch.Tensor:
