@@ -17,7 +17,7 @@ from adversary.programs import Backward, Forward, Program, programs
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import use
 from actoffload.engine.engine import Engine
 from actoffload.schedule.plan import Plan

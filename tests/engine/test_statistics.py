@@ -7,7 +7,7 @@ import torch
 from helpers import forward, make, nothing_held
 from torch import nn
 
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
 from actoffload.report import Reason, Statistics

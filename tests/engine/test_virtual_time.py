@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from virtual_time import agree, costs, execute, links, run
 
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
 from actoffload.report import Statistics

@@ -10,7 +10,7 @@ from virtual_time import PIECE, Timed, layer_of
 from whole_model import WIDTH, Caching, Waves, offload
 
 import actoffload
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
 from actoffload.report import build

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
 from actoffload.report import Statistics

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import actoffload
-from actoffload.context.context import OffloadContext
+from actoffload.context import OffloadContext
 from actoffload.device import use
 from actoffload.engine import eligibility, host_pool
 from actoffload.engine import layout as regions

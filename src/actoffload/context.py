@@ -1,27 +1,35 @@
-"""The context around each layer, the synchronization function over its output, the manual controller, the report."""
+"""Per-layer API with Transformer Engine's signature: `get_cpu_offload_context`, its context, and the controller."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-from .. import device as devices
-from .._torch.autograd import SavedTensorHooks
-from .._torch.tensors import leaves
-from .._warnings import warn
-from ..engine.eligibility import running, unwatch, watch
-from ..engine.engine import Engine
-from ..engine.hooks import Packer, unpack
-from ..engine.layer import Layer, Phase
-from ..engine.passes import Pass, pass_in_backward
-from ..engine.statistics import Statistics, TimelineRecorder
-from ..report.build import PassLog, build
-from ..report.report import Report
-from ..schedule.execution_order import GroupKey
-from ..schedule.plan import Do, Plan
+import torch
+
+from . import device as devices
+from ._arguments import check_kind, check_whole, number_of_bytes
+from ._torch import unsupported
+from ._torch.autograd import SavedTensorHooks
+from ._torch.tensors import leaves
+from .device import ReferenceDevice
+from .engine.eligibility import running, unwatch, watch
+from .engine.engine import Engine
+from .engine.hooks import Packer, unpack
+from .engine.layer import Layer, Phase
+from .engine.passes import Pass, pass_in_backward
+from .engine.statistics import Statistics, TimelineRecorder
+from .report.build import PassLog, build
+from .report.report import Report
+from .schedule.execution_order import GroupKey
+from .schedule.plan import Do, Plan
+from .schedule.schedules import DefaultSchedule
+
+__all__ = ["ManualController", "OffloadContext", "Pass", "get_cpu_offload_context"]
 
 T = TypeVar("T")
 
@@ -43,19 +51,17 @@ class OffloadContext(ContextDecorator):
 
     ``model_layers`` entries make a pass.  An unfinished pass ends when an exception leaves the context, when its
     backward has begun, or when its graph and its last output are freed; the next entry is then layer 0.  Each thread
-    has its own passes.
+    has its own passes.  A disabled context does nothing, can be nested, and counts nothing.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, enabled: bool = True) -> None:
+        self._engine, self._enabled = engine, enabled
         self._cursor = _Cursor()
         self._log = PassLog(_label)
-        self._short: set[int] = set()  # numbers of layers of passes that had fewer than the plan
-        self._warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
         # A copied model gets its own context, with its own passes and limit.
-        return OffloadContext(replace(self._engine))
+        return OffloadContext(replace(self._engine), enabled=self._enabled)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._engine.stream is not None:
@@ -63,11 +69,13 @@ class OffloadContext(ContextDecorator):
                 "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
                 "Make the context anew where it is loaded."
             )
-        return _context, (self._engine.plan, self._engine.max_host_bytes)
+        return _context, (self._engine.plan, self._engine.max_host_bytes, self._enabled)
 
     # Per layer
 
     def __enter__(self) -> OffloadContext:
+        if not self._enabled:
+            return self
         cursor = self._cursor
         if cursor.inside is not None:
             raise RuntimeError(
@@ -76,7 +84,6 @@ class OffloadContext(ContextDecorator):
             )
         current, last = cursor.current, cursor.layer
         if current is None or not current.open:
-            self._check_layers(current)
             current = Pass(self._engine)
             self._log.forward_begins(current)
         elif last is not None and not last.synchronized:
@@ -104,6 +111,8 @@ class OffloadContext(ContextDecorator):
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:  # an interrupt before this line leaves the hooks: Python cannot prevent it
+            if not self._enabled:
+                return
             cursor = self._cursor
             current, layer = cursor.current, cursor.layer
             if cursor.inside is None or current is None or layer is None:
@@ -131,6 +140,8 @@ class OffloadContext(ContextDecorator):
         The output is a tensor, or any nesting of tuples, lists, mappings and dataclasses of tensors.  Raises a
         `RuntimeError` inside the context, before a layer was left, and for the second call after a layer.
         """
+        if not self._enabled:
+            return output
         cursor = self._cursor
         if cursor.inside is not None:
             raise RuntimeError(
@@ -152,24 +163,6 @@ class OffloadContext(ContextDecorator):
         return output
 
     # Passes
-
-    def _check_layers(self, last: Pass | None) -> None:
-        """Warn, once, if passes have too few layers, and none with all has a backward of its own in between."""
-        roles = self._engine.roles
-        if last is None or last.aborted or not last.backward_begun or not roles.planned:
-            return
-        ran, expected = len(last.layers), roles.plan.model_layers
-        if ran == expected:
-            self._short.clear()  # [guard: early exits between whole passes]
-            return
-        if ran in self._short and not self._warned:  # one alone may be an early exit
-            self._warned = True
-            warn(
-                f"Backward began after {ran} layer{'s' * (ran > 1)} of a pass, but model_layers is {expected}: layers "
-                "are offloaded and reloaded at the wrong time, or for nothing. Set model_layers to the number of times "
-                "that one forward enters the context. This is reported once."
-            )
-        self._short.add(ran)
 
     def new_pass(self) -> None:
         """Start a new pass: the next entry is layer 0.
@@ -245,8 +238,9 @@ def _label(key: GroupKey) -> tuple[str, str]:
     return f"layer {key.group}", "layer"
 
 
-def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:
-    return OffloadContext(Engine(plan, devices.backend(), max_host_bytes))
+def _context(plan: Plan, max_host_bytes: int | None, enabled: bool) -> OffloadContext:
+    backend = devices.backend() if enabled else ReferenceDevice()
+    return OffloadContext(Engine(plan, backend, max_host_bytes), enabled=enabled)
 
 
 class ManualController:
@@ -282,6 +276,8 @@ class ManualController:
         self._do(Do.RELOAD, layer_id, in_pass)
 
     def _do(self, action: Do, layer_id: int, in_pass: Pass | None) -> None:
+        if not self._context._enabled:
+            return
         call, expected, order = _CALLS[action]
         count = self._context.plan.model_layers
         if type(layer_id) is not int or not 0 <= layer_id < count:
@@ -310,3 +306,176 @@ _CALLS = {
     Do.RELEASE: ("release_activation_forward_gpu_memory", Phase.OFFLOADING, "after start_offload_layer"),
     Do.RELOAD: ("start_reload_layer", Phase.RELEASED, "after release_activation_forward_gpu_memory"),
 }
+
+
+# The function
+
+
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: Literal[False] = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    *,
+    max_host_bytes: int | str | None = None,
+) -> tuple[OffloadContext, Callable[[T], T]]: ...
+
+
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    max_host_bytes: int | str | None = None,
+) -> tuple[OffloadContext, Callable[[T], T], ManualController]: ...
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    *,
+    max_host_bytes: int | str | None = None,
+) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]:
+    """Return a context and a synchronization function that offload the activations of a sequential model.
+
+    Each layer runs in the context, and its output goes through the function::
+
+        for layer in layers:
+            with context:
+                x = layer(x)
+            x = sync_function(x)
+
+    Parameters
+    ----------
+    enabled : bool
+        False returns objects that do nothing.
+    num_layers : int, optional
+        Number of layers to offload, from the first.  Not used with manual synchronization, where it may be None.
+    model_layers : int
+        How many times the context is entered in one forward of the model.
+    offload_activations, offload_weights, double_buffering : bool
+        Deprecated.  ``offload_activations=False`` is the same as ``enabled=False``; the others have no effect.
+    manual_synchronization : bool
+        Only the calls of the `ManualController`, which is returned as well, offload.
+    retain_pinned_cpu_buffers : bool
+        Without effect: pinned memory is always kept, until the context is closed or dropped.
+    offload_stream : torch.Stream, optional
+        The stream for all transfers, with manual synchronization only.
+    max_host_bytes : int or str, optional
+        Largest amount of pinned host memory to hold for each device: bytes, or text such as ``"64GiB"``.  What does not
+        fit stays on the device, with one warning.
+
+    Returns
+    -------
+    context : OffloadContext
+        Entered once for each layer.
+    sync_function : callable
+        `OffloadContext.synchronize`: takes the output of a layer, any nesting of tensors, and returns it.
+    controller : ManualController
+        Only with ``manual_synchronization=True``.
+
+    Raises
+    ------
+    ValueError
+        If `num_layers` is not smaller than `model_layers`, or `offload_stream` is given without manual
+        synchronization.
+    TypeError
+        If a number is not a whole number, another argument not True or False, or `offload_stream` is not a stream.
+
+    Warns
+    -----
+    UserWarning
+        If ``num_layers == model_layers - 1``: then copies do not overlap with compute.
+    DeprecationWarning
+        If a deprecated argument is not at its default.
+
+    Notes
+    -----
+    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``, and
+    `max_host_bytes` is added.
+
+    Examples
+    --------
+    >>> layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
+    >>> context, sync_function = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
+    >>> x = torch.randn(1024, 512, requires_grad=True) * 1.0
+    >>> for layer in layers:
+    ...     with context:
+    ...         x = layer(x)
+    ...     x = sync_function(x)
+    >>> x.sum().backward()
+    >>> context.statistics().bytes_offloaded
+    2097152
+    """
+    check_kind(
+        bool,
+        "True or False",
+        enabled=enabled,
+        offload_activations=offload_activations,
+        offload_weights=offload_weights,
+        double_buffering=double_buffering,
+        manual_synchronization=manual_synchronization,
+        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
+    )
+    for asked, text in (
+        (offload_weights, "offload_weights=True has no effect: weights stay on the device"),
+        (double_buffering, "double_buffering=True has no effect: buffers are reused by themselves"),
+        (not offload_activations, "offload_activations=False offloads nothing: use enabled=False"),
+    ):
+        if asked:
+            warnings.warn(f"{text}.", DeprecationWarning, stacklevel=2)
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError(
+            "offload_stream was given without manual_synchronization=True; the default schedule has streams of "
+            "its own. Leave it out, or set manual_synchronization=True."
+        )
+    host_bytes = number_of_bytes("max_host_bytes", max_host_bytes, optional=True)
+    problem = unsupported() if enabled and offload_activations else None
+    if problem is not None:
+        warnings.warn(problem, UserWarning, stacklevel=2)
+    enabled = enabled and offload_activations and problem is None
+    backend = devices.backend() if enabled else ReferenceDevice()
+    if enabled:
+        check_whole(model_layers=model_layers, least=1)
+    if enabled and offload_stream is not None:
+        backend.adopt(offload_stream)
+    if not enabled:
+        plan = Plan(1)
+    elif manual_synchronization:
+        plan = Plan(model_layers)
+    else:
+        check_whole(num_layers=num_layers)
+        assert num_layers is not None
+        schedule = DefaultSchedule(num_layers, model_layers)
+        if not schedule.overlaps:
+            warnings.warn(
+                f"num_layers={num_layers} of model_layers={model_layers} leaves one resident layer: every copy waits "
+                "for compute and compute for every copy. Offload at most model_layers - 2 layers.",
+                UserWarning,
+                stacklevel=2,
+            )
+        plan = schedule.plan()
+    context = OffloadContext(Engine(plan, backend, host_bytes, offload_stream), enabled=enabled)
+    if manual_synchronization:
+        return context, context.synchronize, ManualController(context)
+    return context, context.synchronize
