@@ -49,9 +49,8 @@ class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
     ------
     TypeError
         If an argument is not one of `actoffload.offload`.
-    ValueError
-        At the start of ``fit()``, if the LightningModule has no such module, or if several children have parameters
-        and it has no ``forward``.
+    AttributeError
+        At the start of ``fit()``, if the LightningModule has no such module.
     """
 
     def __init__(
@@ -70,26 +69,9 @@ class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
     def _chosen(self, whole: Module) -> Module:
         """Return the module to offload."""
         if self.module is not None:
-            try:
-                return whole.get_submodule(self.module)
-            except AttributeError:
-                there = ", ".join(name for name, _ in whole.named_children())
-                raise ValueError(
-                    f"module is {self.module!r}, which {type(whole).__name__} does not have; its children are {there}. "
-                    "Pass the name of the one that training_step calls."
-                ) from None
-        children = {name: child for name, child in whole.named_children() if any(True for _ in child.parameters())}
-        if len(children) == 1:
-            return next(iter(children.values()))
-        # Its training step may call its own ``forward``, if a class of the program defines one.
-        owner = next(cls for cls in type(whole).__mro__ if "forward" in vars(cls))
-        if children and owner.__module__.partition(".")[0] in {"lightning", "pytorch_lightning", "torch"}:
-            names = list(children)
-            raise ValueError(
-                f"{type(whole).__name__} has no forward, and its children with parameters are {', '.join(names)}: pass "
-                f'the name of the one that training_step calls, as LightningOffloadCallback("{names[0]}").'
-            )
-        return whole
+            return whole.get_submodule(self.module)
+        children = [child for child in whole.children() if any(True for _ in child.parameters())]
+        return children[0] if len(children) == 1 else whole
 
     def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
         """Offload the module."""
