@@ -31,7 +31,6 @@ def test_equal_rows_are_folded_at_the_place_of_the_first(rows, folded):
         ),
         ([f"h.{k}" for k in (0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13)], "h.0 ... 2, h.4 ... 6, h.8 ... 10 and 2 more"),
         (["a.norm1", "a.norm2", "b.norm1"], "a.norm1, a.norm2, b.norm1"),
-        (["a.0 (part 2)", "a.1 (part 2)", "a.2 (part 2)"], "a.0 ... 2 (part 2)"),
         (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
         (["a.0", "a.1", "a.1", "a.2", "a.1"], "a.0 ... 2"),
     ],

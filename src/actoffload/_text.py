@@ -104,7 +104,7 @@ def numberless(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-NUMBER = re.compile(r"(?<![^._])\d+(?![^._ ])")  # not the 1 of "fc1" nor that of "(part 1)"
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")  # not the 1 of "fc1"
 
 
 def name_pattern(name: str) -> str:

@@ -25,7 +25,6 @@ from .engine.passes import Pass, pass_in_backward
 from .engine.statistics import Statistics, TimelineRecorder
 from .report.build import PassLog, build
 from .report.report import Report
-from .schedule.execution_order import GroupKey
 from .schedule.plan import Do, Plan
 from .schedule.schedules import DefaultSchedule
 
@@ -234,8 +233,8 @@ class OffloadContext(ContextDecorator):
         self._engine.close()
 
 
-def _label(key: GroupKey) -> tuple[str, str]:
-    return f"layer {key.group}", "layer"
+def _label(key: int) -> tuple[str, str]:
+    return f"layer {key}", "layer"
 
 
 def _context(plan: Plan, max_host_bytes: int | None, enabled: bool) -> OffloadContext:

@@ -160,7 +160,7 @@ def test_a_forward_that_is_set_later(patch):
     before, y = moved(handle, model), model(data())
     block = model.blocks[1]
     block.forward = patch(block, block.forward)
-    lost = pytest.warns(UserWarning, match=r"forward of the module 'blocks\.1' was replaced .* not offloaded")
+    lost = pytest.warns(UserWarning, match=r"forward of the module 'blocks\.1' has been replaced .* not offloaded")
     with lost if patch is without else nullcontext():
         assert not torch.equal(y, y := model(data()))
     assert (moved(handle, model) == before) is (patch is twice)

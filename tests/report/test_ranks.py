@@ -69,7 +69,6 @@ def test_ranks_of_a_pipeline_have_columns_of_their_own():
         (groups("h.0.conv2d", "h.11.conv2d"), ["h.*.conv2d"]),  # the 2 is a part of the name
         (groups("h.0.conv2d.1", "h.0.conv1d.0"), ["h.*.conv2d.*", "h.*.conv1d.*"]),
         (groups("blocks.block_0", "blocks.block_1"), ["blocks.block_*"]),
-        (groups("h.0", "h.12", "h.0 (part 2)", "h.12 (part 12)"), ["h.*", "h.* (part 2)", "h.* (part 12)"]),
     ],
 )  # fmt: skip
 def test_titles_of_columns(groups, titles):

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,12 +44,13 @@ from torch.nn import Module
 from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, is_compiled, opaque
 from ..engine.engine import Engine
 from ..report.build import PassLog
-from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.execution_order import GroupPlans
 from ..schedule.schedules import GroupSchedule
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
-_WHOLE = "(the whole model)"
+WHOLE = "(the whole model)"
+"""Name of the model as a group."""
 
 
 @dataclass(eq=False)
@@ -77,23 +77,6 @@ class FollowedModule:
         return found
 
 
-def group_name(name: str, part: int = 0) -> str:
-    """Return what plans and reports call a group: a readable name of its module, and which part of it."""
-    return (name or _WHOLE) + (f" (part {part + 1})" if part else "")
-
-
-def split_group_name(name: str) -> tuple[str, int]:
-    """Return the name of the module of a group, and which part of it the group is.
-
-    >>> from actoffload.model.follow import group_name, split_group_name
-    >>> split_group_name(group_name("layers.0", 1)), split_group_name(group_name(""))
-    (('layers.0', 1), ('', 0))
-    """
-    number = re.search(r" \(part (\d+)\)$", name)
-    module, part = (name, 0) if number is None else (name[: number.start()], int(number[1]) - 1)
-    return "" if module == _WHOLE else module, part
-
-
 @dataclass(eq=False)
 class ModelState:
     """What all parts of the offloading of a model share."""
@@ -106,21 +89,21 @@ class ModelState:
         self.groups = [followed for followed in self.modules if followed.group >= 0]
         # For the order in which the groups ran.
         self.plans = GroupPlans(self.schedule, [group.kind for group in self.groups])
-        self.log = PassLog(partial(_label, self.groups, self.plans))  # not a method: a cycle is freed late
+        self.log = PassLog(partial(_label, self.groups))  # not a method: a cycle is freed late
 
     @property
     def root(self) -> FollowedModule:
         """The model."""
         return self.modules[0]
 
-    def names(self, sequence: Iterable[GroupKey] | None = None) -> tuple[str, ...]:
+    def names(self, sequence: Iterable[int] | None = None) -> tuple[str, ...]:
         """Return the names of the groups of a sequence, by default in their expected execution order."""
-        return tuple(self.log.label(key)[0] for key in (self.plans.order if sequence is None else sequence))
+        return tuple(self.groups[group].name for group in (self.plans.order if sequence is None else sequence))
 
 
-def _label(groups: Sequence[FollowedModule], plans: GroupPlans, key: GroupKey) -> tuple[str, str]:
+def _label(groups: Sequence[FollowedModule], group: int) -> tuple[str, str]:
     """Return the name and the kind of a group."""
-    return group_name(groups[key.group].name, key.part), plans.kinds([key])[0]
+    return groups[group].name, groups[group].kind
 
 
 # Calls
@@ -316,15 +299,11 @@ def lost_modules(modules: Iterable[FollowedModule]) -> Iterator[str]:
     for followed in modules:
         module = followed.ref()
         follower = None if module is None else _follower_of(module)
-        if module is None and followed.role is not ROOT:
+        if (module is None and followed.role is not ROOT) or (follower is not None and follower.is_lost):
+            what = "module" if module is None else "forward of the module"
             yield (
-                f"The module '{followed.name}' has been replaced or deleted since offload was called; what took its "
+                f"The {what} '{followed.name}' has been replaced or deleted since offload was called; what took its "
                 "place is not offloaded. Call remove() of the handle, then offload again."
-            )
-        if follower is not None and follower.is_lost:
-            yield (
-                f"The forward of the module '{followed.name}' was replaced since offload was called, and what took its "
-                "place does not call it, so the module is not offloaded. Replace it before offload."
             )
 
 

@@ -22,9 +22,7 @@ from ..schedule.timeline import Timeline
 from .follow import (
     ModelState,
     follow,
-    group_name,
     handle_of,
-    split_group_name,
     unfollow,
 )
 from .reporting import describe
@@ -131,11 +129,10 @@ class OffloadHandle:
     def plan(self) -> Plan:
         """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
         plan, replays = self._tracker.steering.plan(), self._tracker.replays
-        refused = replays.refused()
+        refused = replays.refused
         if not refused:
             return plan
-        modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
-        saves = [None if name in refused else own for name, own in zip(modules, plan.saves, strict=False)]
+        saves = [None if name in refused else own for name, own in zip(plan.names, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {replays.refusals()}".strip())
 
     @property
@@ -285,7 +282,7 @@ class OffloadHandle:
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
         plan = self.plan
-        every = [GroupReport(group_name(group.name), group.kind, calls=0) for group in self._state.groups]
+        every = [GroupReport(group.name, group.kind, calls=0) for group in self._state.groups]
         return build(
             latest,
             self.statistics(),

@@ -40,10 +40,10 @@ from ..replay import (
     measure,
     same,
 )
-from .follow import FollowedModule, group_name
+from .follow import KEPT, FollowedModule
 
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
-INSIDE = "because other groups or kept modules are inside of them"
+INSIDE = "because kept modules are inside of them"
 STATISTICS = "because compiled code would update running statistics twice"
 FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
@@ -83,7 +83,7 @@ class Replays:
         self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
         self._kinds: defaultdict[int, list[_Kind]] = defaultdict(list)  # by group: of its calls, the latest one first
         self._alone: dict[int, bool] = {}
-        self._refused: dict[str, str] = {}  # by the name of a module: why its calls are not replayed
+        self.refused: dict[str, str] = {}  # by the name of a group: why it is not replayed though it should be
         self._passes = 0
         self._count = sum(followed.group >= 0 for followed in modules)  # of groups, which are numbered from 0
         self.alarm = Alarm(backend)
@@ -110,10 +110,10 @@ class Replays:
         """
         self.alarm.look()
         group, module = followed.group, followed.module
-        self._refused.pop(followed.name, None)
+        self.refused.pop(followed.name, None)
         obstacle = self._obstacle(followed)
         if obstacle:
-            self._refused[followed.name] = obstacle
+            self.refused[followed.name] = obstacle
             return None
         kinds = self._kinds[group]
         attributes = next((each.attributes for each in kinds if each.attributes.holds), None) or Attributes(module)
@@ -130,7 +130,7 @@ class Replays:
             kinds[:] = [kind, *others[: KINDS - 1]]
         if compiled:
             if attributes.has_statistics:  # running statistics of compiled code
-                self._refused[followed.name] = STATISTICS
+                self.refused[followed.name] = STATISTICS
                 return None
             if operators is None:
                 return partial(_run_again, None)
@@ -143,18 +143,18 @@ class Replays:
             program = Program(proven.trace, policy, self._min_bytes(), proven.banned, redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
-            self._refused[followed.name] = CAPTURED
+            self.refused[followed.name] = CAPTURED
             return None
         timer = None
         if operators is not None and group not in operators.groups and not capturing:
             timer = partial(operators.measure, group)
-        name = f"'{group_name(followed.name)}' ({type(module).__name__})"
+        name = f"'{followed.name}' ({type(module).__name__})"
         common = attributes.modules, tensors, packer, self.alarm, name
         if program is not None and timer is None:
             following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
             return RunningCall(following, kind)
         if _in_functional_call():  # [guard: functional call]
-            self._refused[followed.name] = FUNCTIONAL
+            self.refused[followed.name] = FUNCTIONAL
             return None
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
         call = TracedCall(tracer, policy, self._min_bytes(), *common, timer=timer)
@@ -182,17 +182,13 @@ class Replays:
             return TRANSFORM
         if followed.group not in self._alone:
             inside = {*followed.module.modules()} - {followed.module}
-            others = {each.ref() for each in self._modules[1:]}
-            self._alone[followed.group] = inside.isdisjoint(others)
-        return "" if self._alone[followed.group] else INSIDE  # group with others inside
-
-    def refused(self) -> dict[str, str]:
-        """Return why groups are not replayed though they should be, by name."""
-        return {group_name(name): reason for name, reason in self._refused.items()}
+            kept = {each.ref() for each in self._modules if each.role is KEPT}
+            self._alone[followed.group] = inside.isdisjoint(kept)
+        return "" if self._alone[followed.group] else INSIDE  # group with kept modules inside
 
     def refusals(self) -> str:
         """Return which groups are not replayed though they should be, and why, in sentences; empty if all are."""
-        alike = fold(self.refused().items(), lambda refused: refused[1])
+        alike = fold(self.refused.items(), lambda refused: refused[1])
         return " ".join(f"Not recomputed, {each[0][1]}: {fold_names(name for name, _ in each)}." for each in alike)
 
 

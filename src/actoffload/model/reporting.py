@@ -16,9 +16,8 @@ from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..report.build import on_device
 from ..report.report import GroupReport
-from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Plan
-from .follow import GROUP, KEPT, FollowedModule, ModelState, group_name
+from .follow import GROUP, KEPT, FollowedModule, ModelState
 from .steering import Steering
 
 
@@ -53,7 +52,7 @@ def coverage_warning(state: ModelState) -> str | None:
     saved = covered + GroupReport("outside", kept=outside).activation_bytes
     if 2 * covered >= saved:
         return None
-    skipped = [group.name for group in state.groups if group_name(group.name) not in latest.names]
+    skipped = [group.name for group in state.groups if group.name not in latest.names]
     because = "it is saved by the code of the model's own forward or by gradients in it."
     if skipped:
         because = f"{fold_names(skipped)} were not called. If the model uses them by a method, call `block(x)`."
@@ -73,7 +72,7 @@ WIDE = 5  # outputs by inputs of a linear module, from which on it is a head wit
 def explain(
     error: BaseException,
     state: ModelState,
-    done: ModelPass[GroupKey] | None,
+    done: ModelPass[int] | None,
     calls: Sequence[FollowedModule],
     steering: Steering,
 ) -> None:
@@ -87,7 +86,7 @@ def explain(
 
 
 def _lines(
-    state: ModelState, done: ModelPass[GroupKey] | None, calls: Sequence[FollowedModule], steering: Steering
+    state: ModelState, done: ModelPass[int] | None, calls: Sequence[FollowedModule], steering: Steering
 ) -> Iterator[str]:
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
@@ -114,7 +113,7 @@ def _lines(
     known, limit = sum(parts.values()), backend.memory_limit()
     used = backend.in_use() or known
     parts["everything else: temporary tensors, inputs, what the program keeps"] = max(used - known, 0)
-    where = f"in the forward of {group_name(calls[-1].name)}" if calls else "in backward"
+    where = f"in the forward of {calls[-1].name}" if calls else "in backward"
     yield f"{TITLE}{size(used)}{f' of {size(limit)}' if limit else ''} were in use {where}:"
     yield from (f"  {size(nbytes)}: {name}" for name, nbytes in parts.items() if nbytes)
 

@@ -7,7 +7,8 @@
   ``*`` also crosses dots.  Of matches below each other only the outermost counts: ``"model.layers.*"`` is the layers,
   not all that is in them.  The root has no name that a pattern could match.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
-- A type means all modules of that class, also nested ones.
+- A type means all modules of that class.
+- Of chosen modules inside of each other only the outermost counts, so groups are not nested.
 - ``...`` among other entries means the default as well: ``[..., "vision.blocks"]``.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
 """
@@ -27,7 +28,7 @@ from torch.nn import Module
 from .._text import name_pattern
 from .._torch.modules import registered
 from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, inner_name, runs, unwrap
-from .follow import GROUP, KEPT, ROOT, FollowedModule, split_group_name
+from .follow import GROUP, KEPT, ROOT, WHOLE, FollowedModule
 
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
@@ -59,13 +60,17 @@ class Names:
             if child is not None and child is not module and child not in above:  # a circle of modules has no names
                 self._add(child, f"{name}.{part}" if name else part, (*above, module))
 
-    def matching(self, pattern: str) -> list[str]:
+    def matching(self, pattern: str) -> Mapping[str, str]:
         """Return the outermost names that match a glob pattern; the root has none to match."""
-        found: list[str] = []
+        return self.outermost({name: pattern for name in self.modules if name and fnmatchcase(name, pattern)})
+
+    def outermost(self, kinds: Mapping[str, str]) -> dict[str, str]:
+        """Return the names of modules that are not inside of others among them, in registration order."""
+        found = list[str]()
         for name in self.modules:  # a module is followed by those in it
-            if name and not (found and name.startswith(f"{found[-1]}.")) and fnmatchcase(name, pattern):
+            if name in kinds and not (found and name.startswith(found[-1] and f"{found[-1]}.")):
                 found.append(name)
-        return found
+        return {name: kinds[name] for name in found}
 
     def kind(self, name: str) -> str:
         """Return a name with ``*`` in place of indices; the root has the name of its class."""
@@ -74,7 +79,7 @@ class Names:
     def chosen(self, role: str, kinds: Mapping[str, str]) -> list[FollowedModule]:
         """Return modules in registration order, each under its first name, with the kind that it has there."""
         found = ((name, module) for name, module in self.modules.items() if name in kinds)
-        return [FollowedModule(role, name, weakref.ref(module), kind=kinds[name]) for name, module in found]
+        return [FollowedModule(role, name or WHOLE, weakref.ref(module), kind=kinds[name]) for name, module in found]
 
 
 # What arguments mean
@@ -115,7 +120,7 @@ def find_modules(names: Names, layers: Any, keep: Any) -> list[FollowedModule]:
 
 
 def choose(names: Names, layers: Any, kept: Iterable[FollowedModule] = ()) -> list[FollowedModule]:
-    """Return the modules that `layers` means, in registration order, each once.
+    """Return the modules that `layers` means, in registration order, each once, without those inside of others.
 
     None and ``...`` mean the default groups without those that are `kept`.  The kind of others is the pattern, the name
     of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
@@ -129,11 +134,16 @@ def choose(names: Names, layers: Any, kept: Iterable[FollowedModule] = ()) -> li
     if not meant and not default:
         raise ValueError(f"layers is empty; expected None for the default groups, {_EXPECTED}.")
     if default:
-        named, without = {names.modules[name] for name in meant}, [each.module for each in kept if each.name]
+        named, without = (
+            {names.modules[name] for name in meant},
+            [each.module for each in kept if each.module is not names.root],
+        )
         groups = default_groups(names.root, without, named)
         found = {names.first[module]: kind for module, kind in groups if names.first[module]}
     others = {name: kind for name, kind in meant.items() if found.get(name) != BLOCK}  # [guard: named modules]
-    return names.chosen(GROUP, found | _by_class(names, others))
+    kinds = names.outermost(found | others)
+    others = {name: kind for name, kind in kinds.items() if name in others}
+    return names.chosen(GROUP, kinds | _by_class(names, others))
 
 
 def choose_kept(names: Names, keep: Any) -> list[FollowedModule]:
@@ -146,7 +156,7 @@ def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
     """Return the modules of the groups that a plan names."""
     found = list[Module]()
     for group in groups:
-        name, _ = split_group_name(group)
+        name = "" if group == WHOLE else group
         if name not in names.modules or not runs(unwrap(names.modules[name])):
             raise ValueError(
                 f"plan has the group '{name}', which is no module of this {names.title} that runs: give a plan of the "
@@ -214,7 +224,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
     if isinstance(entry, str) and entry in names.modules:
         found, opened = [entry], argument == "layers"
     elif isinstance(entry, str):
-        found, kind = names.matching(entry), entry
+        found, kind = [*names.matching(entry)], entry
         if not found:
             raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
     elif isinstance(entry, Module):

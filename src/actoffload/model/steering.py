@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..replay import Policy, names_of, saving
-from ..schedule.execution_order import GroupKey, Roles, remap
+from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan
 from .follow import ModelState
 from .replays import OperatorTimes
@@ -38,11 +38,11 @@ class PassSettings:
     """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
 
     mode: Mode
-    order: Sequence[GroupKey] = ()
-    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+    order: Sequence[int] = ()
+    roles_of: Callable[[tuple[int, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     operators: OperatorTimes | None = None  # takes what the first calls of groups show
-    begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
+    begun: Callable[[ModelPass[int]], None] | None = None  # called with the pass before its first group
 
 
 class Steering(Protocol):
@@ -59,7 +59,7 @@ class Steering(Protocol):
         """Note that the model returns `output`."""
         return
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`."""
 
     @property
@@ -107,7 +107,7 @@ class BySchedule(Steering):
         plans = self._state.plans
         return PassSettings(Mode.WHOLE, plans.order, plans.roles, self._recompute)
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups."""
         plans = self._state.plans
         plans.learn(sequence)
@@ -133,15 +133,12 @@ def scheduled_plan(state: ModelState, because: str, recompute: Mapping[int, Poli
     return recomputing(replace(plan, because=because), order, recompute)
 
 
-def recomputing(plan: Plan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> Plan:
+def recomputing(plan: Plan, order: Sequence[int], policies: Mapping[int, Policy]) -> Plan:
     """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
     if not policies:
         return plan
     saves = plan.saves or (None,) * len(order)
-    found = [
-        names_of(policies[key.group]) if key.group in policies else policy
-        for key, policy in zip(order, saves, strict=True)
-    ]
+    found = [names_of(policies[key]) if key in policies else policy for key, policy in zip(order, saves, strict=True)]
     return replace(plan, saves=tuple(found))
 
 
@@ -156,13 +153,13 @@ class RolesOfPlan:
     ) -> None:
         self.plan = plan
         saves = dict(zip(plan.names, plan.saves, strict=False))
-        names = state.names(map(GroupKey, range(len(state.groups))))
+        names = state.names(range(len(state.groups)))
         self.recompute = dict(always) | {
             k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
         }
 
         @lru_cache(maxsize=64)  # of a model whose order changes
-        def roles(order: tuple[GroupKey, ...]) -> Roles:
+        def roles(order: tuple[int, ...]) -> Roles:
             return Roles.of(remap(plan, state.names(order), offload_others=offload_others), planned=True)
 
         self.roles = roles
@@ -187,7 +184,7 @@ class ByPlan(BySchedule):
             Mode.WHOLE if whole else Mode.SCOPED, self._state.plans.order, self._roles.roles, self._recompute
         )
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups."""
         if not done.partly:
             self._followed += 1

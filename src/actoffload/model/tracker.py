@@ -27,7 +27,7 @@ from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay import remove_tracers
-from ..schedule.execution_order import ExecutionOrder, GroupKey
+from ..schedule.execution_order import ExecutionOrder
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Replays, RunningCall
 from .reporting import coverage_warning, explain
@@ -39,7 +39,6 @@ class Call:
     """A call of a followed module that has not returned yet."""
 
     followed: FollowedModule
-    part: int = 0
     layer: Layer | None = None
     replay: RunningCall | None = None
 
@@ -48,7 +47,7 @@ class ThreadState(threading.local):
     """The pass and the calls of one thread."""
 
     def __init__(self) -> None:
-        self.current: ModelPass[GroupKey] | None = None
+        self.current: ModelPass[int] | None = None
         self.owned: ModelTensors | None = None
         self.calls: list[Call] = []
         self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
@@ -95,7 +94,7 @@ class Tracker:
         self.replays = Replays(state.modules, state.engine.backend, lambda: state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
-        self._latest: Callable[[], ModelPass[GroupKey] | None] = lambda: None  # a weak reference to the latest pass
+        self._latest: Callable[[], ModelPass[int] | None] = lambda: None  # a weak reference to the latest pass
         explainers.add(self)
 
     @property
@@ -125,14 +124,10 @@ class Tracker:
             return None
         if thread.hooks is None and not self._begin_forward(followed, args, kwargs):
             return None
+        if followed.role is not KEPT and any(each.followed.role is GROUP for each in thread.calls):
+            return None  # [guard: calls inside of a group] which are a part of it
         call = Call(followed)
         thread.calls.append(call)
-        if followed.role is GROUP:
-            outer = next((each for each in reversed(thread.calls[:-1]) if each.followed.role is GROUP), None)
-            # [guard: outer group while an inner one runs] whose current part ends
-            if outer is not None and outer.layer is not None:
-                self._end_group(outer, ())
-                outer.part += 1
         self._resume(leaves((args, kwargs)))
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
@@ -218,10 +213,9 @@ class Tracker:
         current, call = thread.current, thread.calls[-1]
         assert current is not None
         followed = call.followed
-        if followed.role is GROUP and call.layer is None:  # it begins, or continues after an inner group
+        if followed.role is GROUP and call.layer is None:  # it begins
             assert thread.owned is not None
-            key = GroupKey(followed.group, call.part)
-            call.layer = current.group_start(key, inputs, GroupTensors(followed.module, thread.owned))
+            call.layer = current.group_start(followed.group, inputs, GroupTensors(followed.module, thread.owned))
         if thread.scoped and not self._install_here(current, call):
             return
         if followed.role is ROOT:
@@ -235,7 +229,7 @@ class Tracker:
             else:
                 thread.packer.take_aside(call.replay.call.pack)
 
-    def _install_here(self, current: ModelPass[GroupKey], call: Call) -> bool:
+    def _install_here(self, current: ModelPass[int], call: Call) -> bool:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
@@ -351,7 +345,7 @@ class Tracker:
                     warn(message)
             thread.current = None
 
-    def _learn(self, current: ModelPass[GroupKey]) -> None:
+    def _learn(self, current: ModelPass[int]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
             self.steering.pass_ends(current, tuple(current.order.started))
 

@@ -22,7 +22,6 @@ from typing import Any
 from .._torch.tensors import address, leaves
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
-from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Do, When
@@ -38,10 +37,10 @@ class Microbatch:
     planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
     running: Step | None = None  # what is computed of it now
     split: bool = False  # its input backward used what it saved
-    ref: weakref.ref[ModelPass[GroupKey]] | None = None
+    ref: weakref.ref[ModelPass[int]] | None = None
 
     @property
-    def owner(self) -> ModelPass[GroupKey] | None:
+    def owner(self) -> ModelPass[int] | None:
         """Its pass, as long as that exists."""
         return None if self.ref is None else self.ref()
 
@@ -145,7 +144,7 @@ class Conductor:
                 self._advance(step, self.plan.end(self._steps[step]).position)
                 del self._done[step]
 
-    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
+    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[int]) -> None:
         """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
         storages = (tensor.untyped_storage() for tensor in leaves(outputs))
@@ -161,7 +160,7 @@ class Conductor:
         found: Microbatch | None = vars(self._forwards).get(str(stage))
         return found
 
-    def pass_begins(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
+    def pass_begins(self, microbatch: Microbatch, owner: ModelPass[int]) -> None:
         """Follow the pass of a microbatch."""
         microbatch.ref = weakref.ref(owner)
         owner.model = microbatch.stage

@@ -21,7 +21,7 @@ from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import Mode, PassSettings, Steering
 from ..model.tuning.ranks import ranks_of
 from ..replay import Policy
-from ..schedule.execution_order import GroupKey, Roles, leanest_calls
+from ..schedule.execution_order import Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
 from ..tune.meter import saved_in
@@ -67,7 +67,7 @@ class StageSteering(Steering):
         self._state, self._plans, self._policies = state, state.plans, policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
         self._latest: tuple[Group, ...] = ()  # in the latest microbatch
-        self._groups_of_saved: tuple[GroupKey, ...] = ()  # which they are
+        self._groups_of_saved: tuple[int, ...] = ()  # which they are
         self.replayed: frozenset[int] = frozenset()  # groups, in such a forward
         self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
@@ -94,8 +94,8 @@ class StageSteering(Steering):
     def gradients(self) -> tuple[int, ...]:
         """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
         seen, found = set[Parameter](), list[int]()
-        for key in self._plans.order:
-            new = set(self._state.groups[key.group].module.parameters()) - seen
+        for group in self._plans.order:
+            new = set(self._state.groups[group].module.parameters()) - seen
             missing = (weight for weight in new if weight.requires_grad and weight.grad is None)
             found.append(sum(getattr(weight, "_local_tensor", weight).nbytes for weight in missing))
             seen |= new
@@ -104,7 +104,7 @@ class StageSteering(Steering):
     @property
     def groups(self) -> list[FollowedModule]:
         """The groups in the order of the latest forward."""
-        return [self._state.groups[key.group] for key in self._plans.order]
+        return [self._state.groups[group] for group in self._plans.order]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class StageSteering(Steering):
         roles = lambda order: _roles(len(order), offloaded)  # noqa: E731
         return PassSettings(mode, order, roles, self._policies, self.operators, begun)
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
         self._plans.learn(sequence)
         self._state.log.forward_done(done, sequence)
@@ -152,9 +152,9 @@ class StageSteering(Steering):
         if not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             layers = zip(sequence, done.layers, strict=True)
-            self.replayed = frozenset(key.group for key, layer in layers if layer.recomputed)
+            self.replayed = frozenset(group for group, layer in layers if layer.recomputed)
             self._latest = self.saved
-            self._numbers.update(zip(self._state.names(sequence), (key.group for key in sequence), strict=True))
+            self._numbers.update(zip(self._state.names(sequence), sequence, strict=True))
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
             self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)

@@ -19,7 +19,7 @@ from ..engine.layer import Layer, Phase
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..engine.storage import Residency
-from ..schedule.execution_order import OUTSIDE, GroupKey
+from ..schedule.execution_order import OUTSIDE
 from ..schedule.timeline import Kind, Timeline
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders
@@ -114,7 +114,7 @@ def on_device(layer: Layer) -> int:
 class PassLog:
     """The pass to report and the recorded step; `label` returns the name and the kind of a group."""
 
-    label: Callable[[GroupKey], tuple[str, str]]
+    label: Callable[[int], tuple[str, str]]
     full: PassStatistics | None = None  # the latest pass that saved at least half as much as the largest
     recording: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
@@ -125,12 +125,12 @@ class PassLog:
         """Whether a step is being recorded."""
         return self.recording is not None and self.recording.open
 
-    def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
+    def bytes_of(self, order: Sequence[int]) -> tuple[int, ...]:
         """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
         saved = {} if self.full is None else {row.name: row.bytes_saved for row in self.full.report.groups}
         return tuple(saved.get(self.label(key)[0], 0) for key in order)
 
-    def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def forward_done(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Take the statistics of a pass of a model whose forward has ended, if it was followed as a whole."""
         self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
         if not done.partly:
@@ -140,7 +140,7 @@ class PassLog:
         """Take the statistics of a pass of a context when its backward begins, which ends its forward."""
 
         def forward_ended(done: Pass) -> None:
-            self._take(self._count(done, [GroupKey(layer.index) for layer in done.layers]))
+            self._take(self._count(done, range(len(done.layers))))
 
         current.forward_ended = forward_ended
 
@@ -172,7 +172,7 @@ class PassLog:
         earlier = passes[: passes.index(done)] if done in passes else []
         return sum(not each.backward_begun and not all(layer.freed for layer in each.layers) for each in earlier)
 
-    def _count(self, done: Pass, sequence: Sequence[GroupKey]) -> PassStatistics:
+    def _count(self, done: Pass, sequence: Sequence[int]) -> PassStatistics:
         with done.lock:
             return count_pass(done, [self.label(key) for key in sequence])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .plan import Action, Do, Event, Plan, When
 from .schedules import GroupSchedule
@@ -56,13 +56,6 @@ class ExecutionOrder(Generic[Key]):
         return (*self.started, *self._earlier[self._next :])
 
 
-class GroupKey(NamedTuple):
-    """One stretch of the forward of a chosen module; `part` counts the times it went on after another one inside it."""
-
-    group: int
-    part: int = 0
-
-
 class GroupPlans:
     """The plans of a schedule for sequences of groups, given the kind of each chosen module."""
 
@@ -70,17 +63,17 @@ class GroupPlans:
         self.schedule = schedule
         self._kinds = tuple(kinds)
         # Of the latest pass; before the first one, the order in which modules are registered.
-        self.order: tuple[GroupKey, ...] = tuple(GroupKey(k) for k in range(len(kinds)))
+        self.order: tuple[int, ...] = tuple(range(len(kinds)))
 
-    def kinds(self, sequence: Sequence[GroupKey]) -> list[str]:
+    def kinds(self, sequence: Sequence[int]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
-        return [self._kinds[key.group] + (f" (part {key.part + 1})" if key.part else "") for key in sequence]
+        return [self._kinds[group] for group in sequence]
 
-    def roles(self, sequence: tuple[GroupKey, ...]) -> Roles:
+    def roles(self, sequence: tuple[int, ...]) -> Roles:
         """Return the roles of the layers in the plan for a sequence."""
         return _roles(self.schedule, tuple(self.kinds(sequence)))
 
-    def learn(self, sequence: Sequence[GroupKey]) -> None:
+    def learn(self, sequence: Sequence[int]) -> None:
         """Set the execution order of the latest pass."""
         if sequence:
             self.order = tuple(sequence)  # [guard: learned execution order]

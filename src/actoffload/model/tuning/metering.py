@@ -14,7 +14,7 @@ from ..._torch.modules import opaque
 from ...device.base import StreamEvent, current_stream
 from ...engine.passes import ModelPass
 from ...engine.statistics import Reason
-from ...schedule.execution_order import OUTSIDE, GroupKey
+from ...schedule.execution_order import OUTSIDE
 from ...tune.meter import Meter, saved_in
 from ..follow import ModelState
 from ..replays import OperatorTimes
@@ -58,7 +58,7 @@ class TimedPass:
         self.thread = threading.get_ident()  # that runs its forward
         self.elements, self.tokens = sum(tensor.numel() for tensor in inputs), count_tokens(inputs)
         self.ended: StreamEvent | None = None
-        self.sequence: tuple[GroupKey, ...] = ()
+        self.sequence: tuple[int, ...] = ()
         self.sizes: list[tuple[int, ...]] = []  # by group: bytes of the storages that it saves
         self.adopted = 0  # bytes saved between the groups and offloaded with one
         self.shared = 0  # bytes that many groups save
@@ -96,15 +96,13 @@ class TimedPass:
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(reached)
 
-    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def saw(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Take what the groups saved in the forward."""
         self.refused = self._counters.kept(Reason.HOST_FULL) - self._refused_before
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
-        self.graphless = frozenset(
-            key.group for key, layer in zip(sequence, done.layers, strict=False) if layer.no_graph
-        )
+        self.graphless = frozenset(k for k, layer in zip(sequence, done.layers, strict=False) if layer.no_graph)
         self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
         living = {storage for layer in done.layers for storage in layer.living()}
         self.shared = sum(storage.nbytes for storage in living if OUTSIDE in storage.layers)

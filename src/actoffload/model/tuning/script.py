@@ -85,8 +85,8 @@ class Script:
 
     def _untraced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of a replayed group are not known, or what a compiled one saves."""
-        ran = {key.group for key in self._state.plans.order}
-        known = {key.group for key in traced[-1].sequence if self._state.groups[key.group].is_compiled}
+        ran = set(self._state.plans.order)
+        known = {group for group in traced[-1].sequence if self._state.groups[group].is_compiled}
         known |= traced[-1].graphless  # [guard: groups that are frozen]
         known.update(*(timed.operators.groups for timed in traced if timed.operators is not None))
         return not known >= ran & self._policies.keys()
@@ -162,7 +162,7 @@ class Script:
     def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
         """Return the ways to run each group, the first of them without replay."""
         assert lean.meter is not None
-        groups = [self._state.groups[key.group] for key in lean.sequence]
+        groups = [self._state.groups[group] for group in lean.sequence]
         compiled = {k for k, group in enumerate(groups) if group.is_compiled}
         kinds = [_kind(group.module) for group in groups]
         costs = layer_costs(lean.meter, lean.sizes, kinds, compiled, self.found.allocated_before)

@@ -22,7 +22,7 @@ from ..._torch.tensors import leaves
 from ..._warnings import warn
 from ...engine.passes import ModelPass
 from ...replay import Policy
-from ...schedule.execution_order import GroupKey, Roles, remap
+from ...schedule.execution_order import Roles, remap
 from ...schedule.plan import Plan
 from ...tune.meter import Meter
 from ..follow import ModelState
@@ -166,7 +166,7 @@ class Tuner:
         if timed is not None and timed.thread == threading.get_ident():
             timed.watch(leaves(output))
 
-    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Take what a forward saved."""
         self._state.plans.learn(sequence)
         timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
