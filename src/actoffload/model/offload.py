@@ -20,7 +20,7 @@ from ..schedule.schedules import GroupSchedule
 from .follow import ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
 from .select import Names, check_entries, find_modules, planned_modules, split_default, written
-from .steering import ByPlan, BySchedule, Steering
+from .steering import Fixed, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
 
@@ -84,10 +84,10 @@ def offload_model(
 
     steering: Steering
     if isinstance(plan, Plan):
-        steering = ByPlan(state, plan, policies)
+        steering = Fixed(state, plan, policies)
     elif by_hand or not backend.times:
         because = "" if by_hand else ON_REFERENCE if limits["memory_budget"] is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = BySchedule(state, because, always, checks=not always and by_choice)
+        steering = Fixed(state, None, always, because=because, checks=not always and by_choice)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
     handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_choice)

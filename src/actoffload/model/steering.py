@@ -1,4 +1,4 @@
-"""How the forwards of a model are followed: the settings of a pass, and what decides them: a schedule, or a plan.
+"""How the forwards of a model are followed: the settings of a pass, and what decides them.
 
 `[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
@@ -86,46 +86,6 @@ class Steering(Protocol):
         return ""
 
 
-class BySchedule(Steering):
-    """Follow each forward as a whole, and offload by a schedule.
-
-    `because` says why by this one.  If it `checks`, it warns if nothing is offloaded.
-    """
-
-    def __init__(
-        self,
-        state: ModelState,
-        because: str = "",
-        recompute: Mapping[int, Policy] | None = None,
-        *,
-        checks: bool = False,
-    ) -> None:
-        self._state, self._because, self._recompute, self._checks = state, because, recompute or {}, checks
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Follow the whole forward."""
-        plans = self._state.plans
-        return PassSettings(Mode.WHOLE, plans.order, plans.roles, self._recompute)
-
-    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
-        """Learn the order of the groups."""
-        plans = self._state.plans
-        plans.learn(sequence)
-        self._state.log.forward_done(done, sequence)
-        wanted = self._checks and plans.schedule.num_layers != 0 and plans.schedule.fraction
-        self._checks = False  # a group that is called several times may be offloaded, so one pass has to run before
-        if wanted and not plans.roles(plans.order).plan.offloaded:
-            warn(
-                f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the "
-                "last two of all are kept, because backward begins there. With layers=..., choose modules of which "
-                "there are several of a kind, or more groups with num_layers or fraction."
-            )
-
-    def plan(self) -> Plan:
-        """Return the plan for the order of the latest pass."""
-        return scheduled_plan(self._state, self._because, self._recompute)
-
-
 def scheduled_plan(state: ModelState, because: str, recompute: Mapping[int, Policy]) -> Plan:
     """Return the plan of a schedule for the order of the latest pass."""
     order = state.plans.order
@@ -165,32 +125,56 @@ class RolesOfPlan:
         self.roles = roles
 
 
-class ByPlan(BySchedule):
-    """Offload and recompute by a plan that was given; `recompute` has the groups that may be recomputed."""
+class Fixed(Steering):
+    """Offload and recompute by a schedule, or by a plan that was given; nothing is measured.
 
-    def __init__(self, state: ModelState, plan: Plan, recompute: Mapping[int, Policy] | None = None) -> None:
-        self._roles = RolesOfPlan(state, plan, {})
-        again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
-        super().__init__(state, recompute=again)
+    `because` says why by this one.  `recompute` has the groups that are recomputed, or may be by a plan.  If it
+    `checks`, it warns if nothing is offloaded.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        plan: Plan | None,
+        recompute: Mapping[int, Policy],
+        *,
+        because: str = "",
+        checks: bool = False,
+    ) -> None:
+        self._state, self._recompute, self._because, self._checks = state, recompute, because, checks
+        self._given = None if plan is None else RolesOfPlan(state, plan, {})
+        if self._given is not None:
+            self._recompute = {k: policy for k, policy in self._given.recompute.items() if k in recompute}
         self._followed = 0  # passes, as a whole
         self._adopts = False  # groups are offloaded with what was saved before them
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Follow the forward, or the groups that are offloaded if that is enough."""
+        """Follow the forward, or with a plan the groups that it offloads if that is enough."""
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
         unseen = self._followed < (2 if self._recompute else 1)
-        whole = alone or busy or self._state.log.records or self._adopts or unseen
-        return PassSettings(
-            Mode.WHOLE if whole else Mode.SCOPED, self._state.plans.order, self._roles.roles, self._recompute
-        )
+        whole = self._given is None or alone or busy or self._state.log.records or self._adopts or unseen
+        roles = self._state.plans.roles if self._given is None else self._given.roles
+        return PassSettings(Mode.WHOLE if whole else Mode.SCOPED, self._state.plans.order, roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups."""
+        plans = self._state.plans
         if not done.partly:
             self._followed += 1
             self._adopts = done.adopted > 0
-        super().pass_ends(done, sequence)
+        plans.learn(sequence)
+        self._state.log.forward_done(done, sequence)
+        wanted = self._checks and plans.schedule.num_layers != 0 and plans.schedule.fraction
+        self._checks = False  # a group that is called several times may be offloaded, so one pass has to run before
+        if wanted and not plans.roles(plans.order).plan.offloaded:
+            warn(
+                f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the "
+                "last two of all are kept, because backward begins there. With layers=..., choose modules of which "
+                "there are several of a kind, or more groups with num_layers or fraction."
+            )
 
     def plan(self) -> Plan:
-        """Return the plan that was given, for the order of the latest pass."""
-        return remap(self._roles.plan, self._state.names())
+        """Return the plan for the order of the latest pass."""
+        if self._given is not None:
+            return remap(self._given.plan, self._state.names())
+        return scheduled_plan(self._state, self._because, self._recompute)

@@ -376,16 +376,10 @@ def _obstacle_to_hooks() -> str | None:
             "torch.func.functional_call with torch.autograd.grad or backward."
         )
     if saved_tensor_hooks_disabled() is not None:
-        return (
-            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
-            "outside of that block."
-        )
-    hooks = saved_tensor_hooks()
-    if hooks is None:
+        return "inside torch.autograd.graph.disable_saved_tensors_hooks. Call the model outside of that block."
+    if saved_tensor_hooks() is None:
         return None
-    if hooks[1] is unpack:
-        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
     return (
-        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
-        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
+        "under other saved-tensor hooks, such as those of torch.utils.checkpoint, torch.autograd.graph.save_on_cpu or "
+        "another offloaded model. Use them around parts of the model only, and offload one model."
     )
