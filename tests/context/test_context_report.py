@@ -116,7 +116,13 @@ def test_a_disabled_context_and_a_copy_have_nothing_to_report(layers):
 
 def test_an_exception_ends_the_pass(layers):
     context, sync = make(3, 6)
-    with pytest.raises(ZeroDivisionError), context:
+    held = []
+
+    def fail(layer):
+        held.append(layer(data()))
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), context:
+        fail(layers[0])
     step(layers, context, sync)
     assert context.statistics().passes == 2

@@ -432,7 +432,7 @@ def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
     """Run steps in which the clocks of two ranks differ; return what this rank did."""
     device = Timed(*[(1e4, 1e2)[rank]] * 2, memory=2**40)
     model = DistributedDataParallel(TimedModel(device, nbytes=4 * KIB))
-    handle = offload(model, device, layers="module.blocks", **more)
+    handle = offload(model, device, layers="blocks", **more)
     found, settling = [], []
     for _ in range(passes):
         step(model)

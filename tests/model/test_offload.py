@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from whole_model import ROWS, UNIT, WIDTH, Attention, Transformer, Waves, agrees
+from whole_model import ROWS, UNIT, WIDTH, Transformer, Waves, agrees
 
 import actoffload
 from actoffload import HostMemoryWarning
@@ -35,14 +35,11 @@ def test_plain_pytorch_models(model, number):
 # How many
 
 
-FRACTIONS = [(0.0, 0), (0.1, 0), (0.125, 1), (0.25, 1), (0.5, 2), (0.7, 3), (1.0, 4), (1, 4)]
-
-
 @pytest.mark.parametrize(
     ("options", "number"),
     [
-        *(({"num_layers": number}, number) for number in range(6)),
-        *(({"fraction": fraction}, number) for fraction, number in FRACTIONS),
+        *(({"num_layers": number}, number) for number in (0, 1, 5)),
+        *(({"fraction": fraction}, number) for fraction, number in ((0.0, 0), (0.125, 1), (0.7, 3), (1, 4))),
     ],
     ids=str,
 )
@@ -52,17 +49,6 @@ def test_how_many(options, number):
     assert handle.plan.offloaded == tuple(range(number))
     assert statistics.bytes_offloaded == number * 2 * UNIT
     assert statistics.peak_resident_bytes == (6 - number) * 2 * UNIT
-
-
-def test_tensors_just_below_the_limit_count_beside_much_smaller_ones():
-    """The one may be compared by its number of elements, the other only by its bytes."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GroupNorm(4, 64), nn.SiLU()) for _ in range(4)))
-    x = torch.randn(32, 64)
-    handle = actoffload.offload(model, min_bytes=2 * x.nbytes)
-    model(x).sum().backward()
-    small = handle.statistics().bytes_kept[Reason.SMALL]
-    assert 4 * 3 * x.nbytes <= small < 4 * 4 * x.nbytes
-    handle.remove()
 
 
 def test_min_bytes_is_the_smallest_offloaded_size():
@@ -102,7 +88,7 @@ def test_max_host_bytes(limit, monkeypatch):
     assert statistics.tensors_kept[Reason.HOST_FULL] == 3 * 8 - statistics.tensors_offloaded
 
 
-@pytest.mark.parametrize(("inflight", "distance"), [(None, 3), (1, 2), (2, 3), (9, 3)])
+@pytest.mark.parametrize(("inflight", "distance"), [(None, 3), (1, 2)])
 def test_max_inflight(inflight, distance):
     handle, statistics = agrees(Waves(8), steps=1, num_layers=5, max_inflight=inflight)
     plan = handle.plan
@@ -119,11 +105,11 @@ def test_max_inflight(inflight, distance):
 
 @pytest.mark.parametrize(
     "keep",
-    ["*.attention", Attention, lambda model: [block.attention for block in model.blocks], ["*.attention", Attention]],
+    ["*.attention", lambda model: [block.attention for block in model.blocks]],
 )
 def test_keep_inside_of_chosen_modules(keep):
     model = Transformer(5)
-    keep = keep(model) if callable(keep) and keep is not Attention else keep
+    keep = keep(model) if callable(keep) else keep
     all_of_it = agrees(copy.deepcopy(model), steps=1, before=1)[1]
     handle, statistics = agrees(model, steps=1, before=1, keep=keep)
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT

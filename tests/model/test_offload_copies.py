@@ -1,13 +1,12 @@
 """Copies of a model under `offload`, several threads that run one, and weights that are swapped."""
 
 import copy
-import io
 import pickle
 import threading
 
 import pytest
 import torch
-from helpers import in_threads, no_gc, nothing_held
+from helpers import in_threads, nothing_held
 from torch import Tensor, nn
 from torch.nn import functional
 from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, start, train
@@ -19,20 +18,16 @@ import actoffload
 
 
 def copies(model: nn.Module) -> dict[str, nn.Module]:
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
     pickled = pickle.dumps(model)
     assert b"actoffload" not in pickled
     return {
         "deepcopy": copy.deepcopy(model),
         "pickle": pickle.loads(pickled),
-        "torch.save": torch.load(saved, weights_only=False),
     }
 
 
 @pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_a_model_without_offload(how, removed):
     model = Transformer(6)
     want = train(copy.deepcopy(model))
@@ -128,44 +123,6 @@ def test_replicas_in_threads_as_data_parallel_makes_them():
     nothing_held(handle)
 
 
-def test_a_thread_that_ends_leaves_nothing():
-    model = Waves(6)
-    handle = offload(model)
-    with no_gc():
-
-        def work():
-            y = start()
-            for block in model.blocks[:3]:  # ended in the middle
-                y = block(y)
-
-        in_threads(work)
-        nothing_held(handle)
-
-
-@pytest.mark.usefixtures("nothing_compiled")
-def test_a_copy_is_compiled_as_one_graph():
-    model = Transformer(4)
-    want = train(copy.deepcopy(model))
-    handle = offload(model)
-    train(model, steps=1)
-    other = copies(model)["torch.save"]
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    other.compile(backend=backend, fullgraph=True)
-    equal(train(other), want)
-    assert len(graphs) == 1
-    assert actoffload.OffloadHandle.of(other) is None
-    moved = handle.statistics().bytes_offloaded
-    other(data())
-    assert handle.statistics().bytes_offloaded == moved > 0
-    handle.remove()
-    nothing_installed(model)
-
-
 def test_a_model_of_hugging_face_is_saved_while_it_is_offloaded(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
@@ -232,7 +189,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 # Wrappers are swapped in any case.
-@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (frozen, True), (tied, True), (frozen, False)])
+@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (tied, True), (frozen, False)])
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_model_is_converted_by_swapping_its_weights(make_model, always, removed, monkeypatch):
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", always)
@@ -249,16 +206,3 @@ def test_a_model_is_converted_by_swapping_its_weights(make_model, always, remove
     assert removed or handle.statistics().bytes_offloaded
     handle.remove()
     assert all(map(torch.equal, with_offload, step(model)))
-
-
-def test_swapped_weights_are_kept():
-    """The weights that the next pass saves are those of now."""
-    torch.manual_seed(0)
-    model = plain()
-    with actoffload.offload(model, num_layers=2, min_bytes=0) as handle:
-        step(model)
-        offloaded = handle.statistics().bytes_offloaded
-        for parameter in list(model.parameters()):
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 2))
-        step(model)
-        assert handle.statistics().bytes_offloaded == 2 * offloaded

@@ -1,6 +1,5 @@
 """What `actoffload.offload` refuses, and how it says so."""
 
-import math
 import warnings
 
 import pytest
@@ -25,29 +24,20 @@ LARGE = 10**20
     [
         ({"num_layers": -1}, "num_layers is -1; expected a whole number, at least 0, or None"),
         ({"num_layers": 6}, "num_layers is 6, but there are 6 groups of the kind layer, and the last has to stay"),
-        ({"num_layers": True}, "num_layers is True"),
         ({"fraction": 1.01}, "fraction is 1.01; expected a part of the groups, from 0.0 to 1.0"),
-        ({"fraction": math.nan}, "fraction is nan"),
         ({"fraction": "half"}, "fraction is 'half'"),
         ({"min_bytes": -1}, "min_bytes is -1; expected a number of bytes"),
         ({"min_bytes": "1 megabyte"}, "min_bytes is '1 megabyte'; expected a number of bytes, or text such as '24GiB'"),
-        ({"min_bytes": None}, "min_bytes is None"),
         ({"max_host_bytes": "lots"}, "max_host_bytes is 'lots'; expected a number of bytes"),
         ({"max_inflight": 0}, "max_inflight is 0; expected a whole number, at least 1"),
         ({"layers": 3}, "layers has an entry 3; expected a dotted path"),
-        ({"layers": []}, "layers is empty"),
         ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
         ({"keep": None}, "keep has an entry None"),
-        ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),
         ({"layers": "blocks", "keep": "blocks.2"}, "'blocks.2' is chosen by layers and by keep"),
         ({"layers": ""}, "layers has an empty name; expected a dotted path"),
-        ({"keep": ""}, "keep has an empty name; expected a dotted path"),
         ({"num_layers": LARGE}, rf"num_layers is {LARGE}; expected a whole number, or None below 2\*\*63\."),
-        ({"max_inflight": LARGE}, f"max_inflight is {LARGE}; expected"),
-        ({"min_bytes": LARGE}, f"min_bytes is {LARGE}; expected a number of bytes"),
         ({"max_host_bytes": "9" * 400 + "GiB"}, "expected a number of bytes"),
         ({"memory_budget": LARGE}, f"memory_budget is {LARGE}; expected bytes"),
-        ({"memory_budget": "9" * 400 + "GiB"}, "expected bytes"),
         ({"plan": {}}, r"plan is {}; expected a Plan, such as handle.plan, or the path of a saved"),
     ],
 )

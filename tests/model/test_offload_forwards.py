@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import nothing_held
 from torch import Tensor, nn
 from whole_model import UNIT, Wave, Waves, agrees, backward, bytes_of_a_step, data, measured, offload
 
@@ -59,34 +58,6 @@ def test_the_model_called_inside_one_of_its_groups():
     Calling.model = None
 
 
-def test_a_model_whose_exception_is_caught_inside_of_it_and_which_is_called_again():
-    class Retrying(Waves):
-        def forward(self, x, fail=True):
-            for k, block in enumerate(self.blocks):
-                x = block(x)
-                if fail and k == 2:
-                    try:
-                        raise KeyError
-                    except KeyError:
-                        return self(x, fail=False)  # while an exception is being handled
-            return x
-
-    handle, statistics = agrees(Retrying(6))
-    assert statistics.passes == 3
-    assert handle.groups == (*(f"blocks.{k}" for k in range(3)), *(f"blocks.{k}" for k in range(6)))
-    assert statistics.reloaded_on_demand == 0
-
-
-def test_called_while_an_exception_is_handled():
-    """As a program does that tries a smaller batch after it ran out of memory."""
-    try:
-        raise MemoryError
-    except MemoryError:
-        handle, statistics = agrees(Waves(6))
-    assert (statistics.passes, statistics.bytes_offloaded) == (3, 3 * 4 * 2 * UNIT)
-    assert handle.report().totals.offloaded
-
-
 # Without a graph
 
 
@@ -106,21 +77,6 @@ def test_without_gradients_nothing_is_done(mode):
     y.sum().backward()
     statistics = handle.statistics()
     assert (statistics.passes, statistics.reloaded_ahead, statistics.reloaded_on_demand) == (1, 8, 0)
-
-
-def test_a_graph_inside_of_no_grad():
-    """Only the blocks run with gradients, each by itself."""
-    model = Waves(6)
-    handle = offload(model)
-    with torch.no_grad():
-        x = data()
-        for block in model.blocks:
-            with torch.enable_grad():
-                y = block(x.requires_grad_())
-            x = y.detach()
-    y.sum().backward()
-    del y, x
-    nothing_held(handle)
 
 
 def test_a_gradient_is_taken_inside_of_the_forward():

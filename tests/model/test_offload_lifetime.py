@@ -34,19 +34,6 @@ def test_the_model_and_the_handle_are_freed_by_reference_counts():
         assert gc.collect() == 0
 
 
-def test_a_handle_whose_model_is_gone():
-    with no_gc():
-        model = Waves(6)
-        handle = offload(model)
-        model(start()).sum().backward()
-        del model
-        assert "offload of Waves" in str(handle)
-        assert handle.report().groups
-        assert repr(handle).startswith("<OffloadHandle of Waves")
-        handle.remove()
-        assert handle.statistics().host_bytes == 0
-
-
 def test_a_forward_that_outlives_its_model_names_the_misuse():
     model = Transformer(3)
     offload(model, layers="blocks.*")
