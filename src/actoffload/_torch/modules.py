@@ -83,9 +83,6 @@ class Follower:
         return self.before[name] if name in self.before else class_attribute(self.ref(), name)
 
 
-SHARDED = ("FSDPModule", "ReplicateModule")
-"""Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
-
 DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Classes of wrappers that have the process group of a model as ``process_group``."""
 

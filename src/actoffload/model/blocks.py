@@ -30,7 +30,7 @@ from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .._torch.modules import PARAMETRIZATIONS, SHARDED, WRAPPED_AS, is_compiled, registered
+from .._torch.modules import PARAMETRIZATIONS, WRAPPED_AS, is_compiled, registered
 
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
@@ -62,15 +62,9 @@ def unwrap(module: Module) -> Module:
     return inner
 
 
-def block_type(module: Module) -> type:
-    """Return the class that a module was created with: without wrappers, sharding and parametrizations."""
-    kind: type = type(unwrap(module))
-    while True:
-        *others, base = kind.__bases__
-        sharded = len(others) == 1 and others[0].__name__ in SHARDED
-        if not (sharded or kind.__name__ == f"Parametrized{base.__name__}"):
-            return kind
-        kind = base
+def block_type(module: Module) -> type[Module]:
+    """Return the class of the module inside of all wrappers."""
+    return type(unwrap(module))
 
 
 def children(module: Module) -> list[Module]:

@@ -11,15 +11,16 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import check_num_layers, check_whole, checked_limits
+from .._text import fold_names
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..replay import everything, policy_for
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .follow import ModelState, handle_of, refuse_scripted
+from .follow import KEPT, ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
-from .select import Names, check_entries, find_modules, planned_modules, split_default, written
+from .select import Names, check_entries, find_modules, planned_modules, split_default
 from .steering import Fixed, Steering
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
@@ -73,9 +74,9 @@ def offload_model(
     always = {} if recompute == "auto" else policies
 
     compared = {
-        "layers": written(names, layers),
+        "layers": fold_names(state.names()),
         "num_layers": num_layers,
-        "keep": written(names, keep),
+        "keep": fold_names(module.name for module in state.modules if module.role == KEPT),
         **limits,
         "recompute": recompute if isinstance(recompute, bool | str) else "a policy",
         "plan": None if plan is None else "a plan",

@@ -166,13 +166,6 @@ def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
     return found
 
 
-def written(names: Names, given: Any) -> list[Any] | None:
-    """Return the entries of ``layers`` or ``keep`` as strings, classes and ``...``; None for None."""
-    if given is None:
-        return None
-    return [names.first[entry] if isinstance(entry, Module) else entry for entry, _ in _entries(names, given)]
-
-
 def _by_class(names: Names, kinds: Mapping[str, str]) -> dict[str, str]:
     """Return the kinds, with the name of the class where modules of several classes are of one kind."""
     classes = {(kind, block_type(names.modules[name])) for name, kind in kinds.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, ref
@@ -128,7 +128,12 @@ class Tracker:
             return None  # [guard: calls inside of a group] which are a part of it
         call = Call(followed)
         thread.calls.append(call)
-        self._resume(leaves((args, kwargs)))
+        if followed.role is GROUP:
+            assert thread.current is not None
+            assert thread.owned is not None
+            owned = GroupTensors(followed.module, thread.owned)
+            call.layer = thread.current.group_start(followed.group, leaves((args, kwargs)), owned)
+        self._resume()
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
 
     def _begin_forward(self, followed: FollowedModule, args: Any, kwargs: Any) -> bool:
@@ -207,20 +212,16 @@ class Tracker:
             self.warned.append(message)
             warn(f"{message} This is reported once.")
 
-    def _resume(self, inputs: Iterable[torch.Tensor] = ()) -> None:
-        """Pack what is saved from here on for the innermost call, which begins with `inputs` or continues."""
+    def _resume(self) -> None:
+        """Pack what is saved from here on for the innermost call, which begins or continues."""
         thread = self._thread
         current, call = thread.current, thread.calls[-1]
         assert current is not None
-        followed = call.followed
-        if followed.role is GROUP and call.layer is None:  # it begins
-            assert thread.owned is not None
-            call.layer = current.group_start(followed.group, inputs, GroupTensors(followed.module, thread.owned))
         if thread.scoped and not self._install_here(current, call):
             return
-        if followed.role is ROOT:
+        if call.followed.role is ROOT:
             thread.packer.take_for(current, current.between)
-        elif followed.role is KEPT:
+        elif call.followed.role is KEPT:
             thread.packer.take_for(current, current.withheld)
         else:
             assert call.layer is not None
