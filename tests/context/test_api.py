@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import forward, make, make_manual, min_elements, nothing_held
+from helpers import forward, make, make_manual, nothing_held
 from torch import nn
 
 import actoffload
@@ -113,17 +113,6 @@ def test_deprecated_arguments(asked, enabled):
     assert [w.filename for w in caught] == [__file__]
 
 
-def test_offload_activations_false_moves_nothing_but_keeps_the_arity():
-    with pytest.warns(DeprecationWarning, match="use enabled=False"):
-        context, sync, controller = get_cpu_offload_context(
-            True, 1, 3, offload_activations=False, manual_synchronization=True
-        )
-    with min_elements():
-        forward([torch.nn.Linear(64, 64)] * 3, torch.randn(64, 64), context, sync)
-    controller.start_offload_layer(0)
-    assert context.statistics().tensors_saved == 0
-
-
 def test_is_cpu_offload_enabled_only_inside():
     context, sync = make(1, 3)
     assert not actoffload.is_cpu_offload_enabled()
@@ -218,23 +207,6 @@ def test_an_unsynchronized_layer(layers):
     assert context.statistics().passes == 1
     del y
     step(layers, context, sync)
-
-
-def test_an_unsynchronized_layer_whose_graph_is_gone(layers):
-    context, sync = make(2, 4)
-    with context:
-        layers[0](start())
-    step(layers, context, sync)
-
-
-def test_more_entries_than_layers_begin_a_new_pass(layers):
-    context, sync = make(2, 4)
-    y = forward(layers + layers + layers[:1], start(), context, sync)
-    assert context.statistics().passes == 3
-    y.sum().backward()
-    del y
-    context.reset_statistics()
-    nothing_held(context)
 
 
 MANUAL = {

@@ -6,7 +6,6 @@ from collections import Counter
 import designs
 import pytest
 import torch
-from saving import share_in
 from structures import LEAVES, Block, ConvBlock, Inverted, Mlp, Parts, Stage, blocks
 from torch import nn
 from whole_model import offload
@@ -76,13 +75,6 @@ def test_nothing_in_compiled_modules_is_followed_but_blocks():
     assert names(torch.compile(model, backend="eager")) == LAYERS
 
 
-def test_compiled_blocks_are_groups():
-    model = language_model(2)
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="eager")
-    assert names(model) == ["layers.0", "layers.1"]
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripted_modules_and_parametrizations_are_no_groups():
     model = language_model(1)
@@ -108,18 +100,6 @@ def test_modules_beside_the_blocks_do_not_overlap_with_named_ones():
     model = Parts(embed=nn.Embedding(9, 4), layers=blocks(1), head=Parts(norm=nn.LayerNorm(4), out=nn.Linear(4, 9)))
     for name, want in {"head": ["head"], "head.out": ["head.norm", "head.out"]}.items():
         assert names(model, [..., name]) == ["embed", "layers.0", *want]
-
-
-def test_a_shared_module_is_a_group_of_its_own():
-    class Shared(Parts):
-        def forward(self, x):
-            return self.second(self.shared(self.first(self.shared(x))).sin())
-
-    model = Shared(first=designs.FeedForward(8), shared=designs.FeedForward(8), second=designs.FeedForward(8))
-    x = torch.randn(64, 8)
-    found = groups(model)
-    assert share_in(lambda: model(x), model, found) >= 0.8
-    assert {group.name.partition(".")[0] for group in found} == {"first", "shared", "second"}
 
 
 class Direct(Parts):

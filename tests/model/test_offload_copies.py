@@ -9,7 +9,7 @@ import torch
 from helpers import in_threads, nothing_held
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, start, train
+from whole_model import Transformer, Waves, data, equal, nothing_installed, offload, train
 from wrappers import Two
 
 import actoffload
@@ -46,18 +46,6 @@ def test_a_copy_is_a_model_without_offload(how, removed):
     again = copy.deepcopy(other)
     second.remove()
     equal(train(again), want)
-
-
-def test_a_copy_of_a_part_and_a_part_in_another_model():
-    model = Waves(6)
-    handle = offload(model)
-    part = copy.deepcopy(model.blocks[2])
-    before = handle.statistics()
-    part(start()).sum().backward()
-    assert handle.statistics() == before
-    # The block itself is followed wherever it runs.
-    nn.Sequential(*model.blocks)(start()).sum().backward()
-    assert handle.statistics().bytes_offloaded == 8 * UNIT
 
 
 # Threads

@@ -106,27 +106,6 @@ def test_an_exception_in_a_hook(hook, first, of):
 # Interrupts
 
 
-@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
-def test_an_interrupt_in_one_model_is_not_in_the_way_of_another(run):
-    first, second, third = Waves(6, Fails), Waves(6, Fails), Waves(6)
-    handles = [offload(first), offload(second)]
-    for model in (first, second):
-        model.blocks[3].fails = "in"
-        with contextlib.suppress(KeyboardInterrupt):
-            run(model, start())
-    third_handle = offload(third)
-    right(third, third_handle, run)
-    right(second, handles[1], run)
-    right(first, handles[0], run)
-    # A forward in progress goes on: the inner one of two offloaded models warns.
-    outer = nn.Sequential(first)
-    with offload(outer, layers="0.blocks") as handle:
-        with pytest.warns(UserWarning, match="under other saved-tensor hooks"):
-            outer(start()).sum().backward()
-        assert handle.statistics().bytes_offloaded == 8 * UNIT
-    nothing_installed()
-
-
 # A device that fails
 
 

@@ -9,7 +9,6 @@ from helpers import nothing_held
 from torch import Tensor
 from whole_model import (
     UNIT,
-    Transformer,
     Wave,
     Waves,
     agrees,
@@ -23,7 +22,6 @@ from whole_model import (
 )
 
 from actoffload.device import ReferenceDevice
-from actoffload.report import Reason
 from actoffload.schedule import Action, Do, Event, Plan, When
 
 SAVES = Wave.SAVES * UNIT
@@ -127,18 +125,6 @@ def test_one_skipped_block_and_back_again(skipped):
     assert statistics.reloaded_on_demand == 0
 
 
-def test_early_exit_reloads_ahead_what_had_left():
-    model = Ordered(list(range(8)), count=8)
-    handle, _ = agrees(model)
-    model.order = list(range(6))
-    statistics = measured(handle, backward(model))
-    # Two groups were expected to follow, so blocks 4 and 5 were copied as well; they have not given up their memory.
-    assert statistics.bytes_offloaded == 6 * SAVES
-    assert statistics.reloaded_on_demand == 0
-    assert statistics.bytes_reloaded == 4 * SAVES
-    assert [(group.name, group.calls) for group in handle.report().groups] == [(f"blocks.{k}", k < 6) for k in range(8)]
-
-
 # Called more than once
 
 
@@ -206,17 +192,3 @@ def test_a_loop_that_is_left_early(at_once):
     statistics = measured(handle, lambda: loop(model, data()).sum().backward())
     assert (statistics.passes, statistics.bytes_offloaded) == (1, 4 * SAVES)
     assert handle.groups == names([*range(6)])
-
-
-def test_a_kept_module_that_the_loop_calls_alone():
-    model = Transformer(6)
-
-    def run(model, x):
-        x = model.inp(x)
-        for block in model.blocks:
-            x = block(x)
-        return model.head(model.norm(x))
-
-    handle, statistics = agrees(model, run, keep=["inp", "head"], num_layers=4)
-    assert handle.report().totals.calls_offloaded == 4, "the report is that of the blocks"
-    assert statistics.bytes_kept[Reason.KEPT] > 0

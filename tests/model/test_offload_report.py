@@ -8,8 +8,6 @@ import torch
 from helpers import no_gc
 from torch import nn
 from whole_model import (
-    ATTENTION,
-    MLP,
     ROWS,
     UNIT,
     WIDTH,
@@ -57,29 +55,6 @@ def test_bytes_by_group_agree_with_counts_by_hand_and_with_statistics(record):
     assert {reason: entry[1] for reason, entry in report.kept.items()} == statistics.bytes_kept
     assert (report.r, report.expected_bytes, report.dropped_bytes) == (1.0, 8 * UNIT, 8 * UNIT)
     assert report.passes == 1
-
-
-def test_a_transformer_with_several_kinds():
-    handle, report = reported(Transformer(4), layers=["*.attention", "*.mlp"], keep="head")
-    statistics = handle.statistics()
-    by_name = {group.name: group for group in report.groups}
-    for k in range(4):
-        attention, mlp = by_name[f"blocks.{k}.attention"], by_name[f"blocks.{k}.mlp"]
-        assert (attention.bytes_saved, mlp.bytes_saved) == (ATTENTION, MLP)
-        assert attention.bytes_offloaded == (ATTENTION if k < 3 else 0)
-        assert mlp.bytes_offloaded == (MLP if k < 3 else 0)
-        assert (attention.kind, mlp.kind) == ("*.attention", "*.mlp")
-    assert report.totals.bytes_offloaded == statistics.bytes_offloaded
-    assert report.totals.bytes_reloaded == statistics.bytes_reloaded
-    assert report.r == 1.0
-    # The input of the head is kept; norms and their neighbours lie outside of all groups.
-    assert report.outside[Reason.KEPT] == (1, UNIT)
-    assert report.outside[Reason.OUTSIDE][1] == statistics.bytes_kept[Reason.OUTSIDE] > 0
-    assert {reason: entry for reason, (_, entry) in report.kept.items()} == statistics.bytes_kept
-    # What is saved and is no weight: in groups, and outside.
-    assert report.activation_bytes == 4 * (ATTENTION + MLP) + sum(
-        nbytes for reason, (_, nbytes) in report.outside.items() if reason is not Reason.PARAMETER
-    )
 
 
 class Tanh(nn.Module):
@@ -183,27 +158,6 @@ def test_before_anything_has_run():
         model(data()).sum().backward()
     with pytest.raises(RuntimeError, match=r"nothing to report yet: .* Nothing is offloaded in a forward under other"):
         handle.report()
-
-
-def test_the_report_is_of_the_latest_pass_also_after_a_failed_one():
-    class Failing(Inside):
-        fails = False
-
-        def forward(self, x):
-            if self.fails:
-                self.blocks[0](x)
-                raise KeyError
-            return super().forward(x)
-
-    model = Failing(6)
-    handle, report = reported(model)
-    model.fails = True
-    with pytest.raises(KeyError):
-        step(model)
-    assert handle.report().totals == report.totals
-    model.fails = False
-    step(model)
-    assert handle.report().totals == report.totals
 
 
 def test_a_report_keeps_no_memory_and_no_graph():

@@ -13,7 +13,6 @@ from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 from actoffload._text import size
 from actoffload.device import ReferenceDevice
 from actoffload.model import reporting
-from actoffload.replay.call import Slot
 
 MIB = 2**20
 
@@ -89,7 +88,7 @@ def test_in_forward_the_note_has_all_that_is_known():
     nothing_installed(model)
 
 
-@pytest.mark.parametrize("left", range(1, 9))
+@pytest.mark.parametrize("left", [1, 8])
 def test_a_reload_in_backward_fails(left):
     """Ahead and on demand."""
     device, model = NoMemory(), Waves(6)
@@ -113,17 +112,6 @@ def test_of_several_models_the_one_in_backward_is_described():
     nbytes = sum(parameter.nbytes for parameter in models[1].parameters())
     assert note(error.value)[1] == f"  {size(nbytes)}: weights and buffers"
     assert len(handles) == 3
-
-
-def test_values_that_are_computed_again_do_not_fit(monkeypatch):
-    model = Waves(6)
-    offload(model, recompute=True, num_layers=0)
-    model(data()).sum().backward()
-    loss = model(data()).sum()
-    monkeypatch.setattr(Slot, "unpack", fail)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        loss.backward()
-    assert "recompute=True" not in " ".join(note(error.value))
 
 
 def test_with_a_measured_plan_the_note_has_the_cost_of_a_smaller_budget(monkeypatch):

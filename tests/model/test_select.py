@@ -338,12 +338,6 @@ def test_structures(name):
     assert found(larger) == {f"backbone.net.{key}": number for key, number in want.items()}
 
 
-def test_a_shared_block_is_in_its_stack_once():
-    block = Block()
-    (stack,) = find_stacks(nn.ModuleList([block] * 3))
-    assert stack == (block,)
-
-
 def test_the_only_block_of_a_stage():
     """What a stage of a pipeline has beside it is none, nor are its experts."""
     (block,) = alone = blocks(1, MoeBlock)
