@@ -43,7 +43,6 @@ def test_plain_pytorch_models(model, number):
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:None of the groups")  # small fractions
 def test_how_many(options, number):
     handle, statistics = agrees(Waves(6), steps=1, **options)
     assert handle.plan.offloaded == tuple(range(number))

@@ -93,7 +93,6 @@ def test_the_first_step_is_right_and_offloads_already(order):
     nothing_held(handle)
 
 
-@pytest.mark.filterwarnings("ignore:None of the groups")  # an order with one group
 def test_an_order_that_changes_in_every_step():
     generator = random.Random(5)
     for _ in range(20):

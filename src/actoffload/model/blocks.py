@@ -15,10 +15,9 @@ What a module saves is not known before the first forward, so leaves are counted
 
 - If all blocks of a type have the same width, and four of five leaves are in blocks, the blocks are all groups: the
   embedding, the last norm and the head of a transformer save less than one block.
-- Otherwise the modules beside the blocks are groups, too: where widths differ, resolutions do, and the stem of a ResNet
-  may save as much as all of its blocks.  Each is the outermost module that has no block inside and at most one eighth
-  of all leaves; a larger one is divided into its children.  So a model without repeated blocks has groups.
-- Modules without parameters count: activations and pooling save their inputs, outputs or indices.
+- Otherwise the modules beside the blocks are groups, too: the stem of a ResNet may save as much as all of its blocks.
+  Each is the outermost module that has no block inside and at most one eighth of all leaves; a larger one is divided
+  into its children.  So a model without repeated blocks has groups.
 """
 
 from __future__ import annotations

@@ -1,28 +1,24 @@
 """The followed modules of a model: what each of them is, how its calls are followed, and what they share.
 
-`[Note: following modules]`  A followed module has a ``forward`` of its own in its ``__dict__``, as with the hooks of
-accelerate.  It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and
-``finally``.  The class is looked up in each call, so whatever changes it comes out right: FSDP2, parametrizations, lazy
-modules and graphs that are compiled anew.  The alternatives leave something half done or break something.  Forward
-hooks come in pairs, and an interrupt passes over the second.  A class of ours for each module is found by programs that
-look up ``type(module)``, is lost where PyTorch sets the class, and is changed by `torch.fx.GraphModule.recompile`.
+`[Note: following modules]`  A followed module has a ``forward`` in its ``__dict__``, as with the hooks of accelerate.
+It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and ``finally``.
+The class is looked up in each call, so what changes it works: FSDP2, parametrizations, lazy modules, edited graphs.
+Forward hooks come in pairs, and an interrupt passes over the second.  A class for each module would change
+``type(module)``, and is lost where PyTorch sets the class.
 
-Hooks of the module run outside of the wrapper.  What they save is saved between the groups.  ``module.compile()`` and
-``torch.compile(module)`` run them outside of compiled code, too: Dynamo begins no graph in the methods of
-`torch.nn.Module` nor in the wrapper, but in the ``forward`` below.  In a larger graph the wrapper is a break, which
-offloading needs anyway.  Groups that are recomputed are compiled in backward too, by what compiled their forward.  A
-program that asked for a single graph gets `REASON` as the error.
+Hooks of the module run outside of the wrapper.  What they save is saved between the groups.  Compiled modules run the
+wrapper outside of compiled code: Dynamo begins no graph in it, but in the ``forward`` below.  In a larger graph the
+wrapper is a break; a program that asked for a single graph gets `REASON` as the error.
 
 The wrapper refers weakly to its module, which would otherwise be freed by the garbage collector only.  Copies and
 pickles are plain modules: ``__reduce_ex__``, which makes them, is in the ``__dict__`` too, and leaves out what is ours.
-A class that copies its ``__dict__`` by other means gets a wrapper of the copy that follows nothing.  Replicas of
-`torch.nn.DataParallel` run in threads, all at a time, so that no pass can be timed; they are plain too, with a warning.
+Replicas of `torch.nn.DataParallel` run in threads, so that no pass can be timed; they are plain too, with a warning.
 
-Another library may set ``forward`` later.  If its function calls ours, the module is followed on; after removal ours
-stays there and only calls the original.  If nothing refers to ours any more, a warning says so.
+Another library may set ``forward`` later.  If its function calls ours, the module is followed on.  If nothing refers
+to ours any more, a warning says so.
 
-An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
-nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
+There are two ``finally`` because of an interrupt in the cleanup itself.  One interrupt, at any bytecode, leaves nothing
+installed.  A second one while the first is being cleaned up may; Python has no way to defer it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def offload_model(
         steering = Fixed(state, plan, policies)
     elif by_hand or not backend.times:
         because = "" if by_hand else ON_REFERENCE if limits["memory_budget"] is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = Fixed(state, None, always, because=because, checks=not always and by_choice)
+        steering = Fixed(state, None, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
     handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_choice)

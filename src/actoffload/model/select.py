@@ -3,14 +3,12 @@
 [Note: what an entry means]
 - A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
   children.
-- A string with ``*``, ``?`` or ``[`` is a glob pattern, compared with whole dotted names as `fnmatch.fnmatchcase` does.
-  ``*`` also crosses dots.  Of matches below each other only the outermost counts: ``"model.layers.*"`` is the layers,
-  not all that is in them.  The root has no name that a pattern could match.
+- A string with ``*``, ``?`` or ``[`` is a glob pattern, compared with whole dotted names; ``*`` also crosses dots.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
 - A type means all modules of that class.
-- Of chosen modules inside of each other only the outermost counts, so groups are not nested.
 - ``...`` among other entries means the default as well: ``[..., "vision.blocks"]``.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
+- Of chosen modules inside of each other only the outermost counts, so groups are not nested.
 """
 
 from __future__ import annotations

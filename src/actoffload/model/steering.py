@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import Roles, remap
@@ -128,20 +127,13 @@ class RolesOfPlan:
 class Fixed(Steering):
     """Offload and recompute by a schedule, or by a plan that was given; nothing is measured.
 
-    `because` says why by this one.  `recompute` has the groups that are recomputed, or may be by a plan.  If it
-    `checks`, it warns if nothing is offloaded.
+    `because` says why by this one.  `recompute` has the groups that are recomputed, or may be by a plan.
     """
 
     def __init__(
-        self,
-        state: ModelState,
-        plan: Plan | None,
-        recompute: Mapping[int, Policy],
-        *,
-        because: str = "",
-        checks: bool = False,
+        self, state: ModelState, plan: Plan | None, recompute: Mapping[int, Policy], because: str = ""
     ) -> None:
-        self._state, self._recompute, self._because, self._checks = state, recompute, because, checks
+        self._state, self._recompute, self._because = state, recompute, because
         self._given = None if plan is None else RolesOfPlan(state, plan, {})
         if self._given is not None:
             self._recompute = {k: policy for k, policy in self._given.recompute.items() if k in recompute}
@@ -164,14 +156,6 @@ class Fixed(Steering):
             self._adopts = done.adopted > 0
         plans.learn(sequence)
         self._state.log.forward_done(done, sequence)
-        wanted = self._checks and plans.schedule.num_layers != 0 and plans.schedule.fraction
-        self._checks = False  # a group that is called several times may be offloaded, so one pass has to run before
-        if wanted and not plans.roles(plans.order).plan.offloaded:
-            warn(
-                f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the "
-                "last two of all are kept, because backward begins there. With layers=..., choose modules of which "
-                "there are several of a kind, or more groups with num_layers or fraction."
-            )
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""

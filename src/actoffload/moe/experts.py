@@ -402,12 +402,6 @@ class GroupedMLP(torch.nn.Module):
         more: dict[str, Any] = {name: getattr(self, name) for name in ("activation", *_KEEP)}
         return grouped_mlp(x, tokens_per_expert, self.fc1_weight, self.fc2_weight, padded=padded, **more)
 
-    def extra_repr(self) -> str:
-        """Return the sizes, the activation and what is kept."""
-        experts, hidden, ffn = self.fc2_weight.shape
-        kept = [f"{name}=True" for name in _KEEP if getattr(self, name)]
-        return ", ".join([f"{experts}, {hidden}, {ffn}, activation={self.activation!r}", *kept])
-
 
 def _saved(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """Keep a tensor that will be saved, or start its copy."""

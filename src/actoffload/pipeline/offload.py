@@ -160,9 +160,8 @@ def offload(
     Warns
     -----
     UserWarning
-        After the first forward, if so few groups ran that none is offloaded, or not `num_layers`; once the first passes
-        are measured, if no plan is within the memory budget.  For a schedule, if another rank takes no part in the
-        first steps: this one goes on without it.
+        Once the first passes are measured, if no plan is within the memory budget.  For a schedule, if another rank
+        takes no part in the first steps: this one goes on without it.
 
     Examples
     --------
