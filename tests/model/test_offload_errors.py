@@ -1,6 +1,5 @@
 """What `actoffload.offload` refuses, and how it says so."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -30,25 +30,16 @@ class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
         means its only child that has parameters.  With several of these it means the LightningModule itself, whose
         training step has to call ``self(...)`` then: a training step that calls its children is offloaded, but not
         timed, and the report says so.
-    report_at : int or None
-        Batch, counted from the start of ``fit()``, after which the report is logged: with one rank as soon as the plan
-        is final, if that is later; at the end of shorter fits.  None logs nothing.
-    log : callable, optional
-        Called with the text of the report, on rank 0.  By default it is printed, above progress bars.
-    arguments
-        Those of `actoffload.offload`, such as ``memory_budget="24GiB"``.
+    report_at, log, arguments
+        As in `OffloadCallback`; `report_at` counts batches from the start of ``fit()``.
 
     Attributes
     ----------
-    handle : OffloadHandle or None
-        Handle of the latest fit.
-    report : Report or None
-        Report of the latest fit, from the batch `report_at` or from the end; smaller last batches are passed over.
+    handle, report
+        As in `OffloadCallback`, of the latest fit.
 
     Raises
     ------
-    TypeError
-        If an argument is not one of `actoffload.offload`.
     AttributeError
         At the start of ``fit()``, if the LightningModule has no such module.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -69,25 +68,13 @@ LARGE = 0.1  # of the memory in use: from here on a part is worth advice
 WIDE = 5  # outputs by inputs of a linear module, from which on it is a head with logits
 
 
-def explain(
-    error: BaseException,
-    state: ModelState,
-    done: ModelPass[int] | None,
-    calls: Sequence[FollowedModule],
-    steering: Steering,
-) -> None:
-    """Add a note to an out-of-memory error, unless it has one: what holds the memory, and what would help.
+def what_holds_memory(
+    state: ModelState, done: ModelPass[int] | None, calls: Sequence[FollowedModule], steering: Steering
+) -> Iterator[str]:
+    """Yield the lines of a note on an out-of-memory error: what holds the memory, and what would help.
 
     `done` is the pass, None in a forward that is not followed; `calls` are those in progress in this thread.
     """
-    if not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
-        with suppress(Exception):  # the error matters more than the note
-            error.add_note("\n".join(_lines(state, done, calls, steering)))
-
-
-def _lines(
-    state: ModelState, done: ModelPass[int] | None, calls: Sequence[FollowedModule], steering: Steering
-) -> Iterator[str]:
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
     kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}

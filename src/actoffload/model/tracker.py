@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet, ref
@@ -30,7 +31,7 @@ from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Replays, RunningCall
-from .reporting import coverage_warning, explain
+from .reporting import TITLE, coverage_warning, what_holds_memory
 from .steering import Mode, PassSettings, Steering
 
 
@@ -310,9 +311,11 @@ class Tracker:
         if isinstance(inside, ModelPass) and done is not None and inside.model == done.model:
             done, certain = inside, False
         calls = [call.followed for call in thread.calls]
-        if not self._stopped and (calls or (done is not None and not certain)):
+        noted = any(note.startswith(TITLE) for note in getattr(error, "__notes__", ()))
+        if not (noted or self._stopped) and (calls or (done is not None and not certain)):
             done = None if thread.idle else thread.current or done
-            explain(error, self._state, done, calls, self.steering)
+            with suppress(Exception):  # the error matters more than the note
+                error.add_note("\n".join(what_holds_memory(self._state, done, calls, self.steering)))
 
     def _end_group(self, call: Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer
