@@ -11,9 +11,9 @@ from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, sta
 
 import actoffload
 from actoffload.engine.statistics import Reason
-from actoffload.model.tuning.findings import Room
-from actoffload.model.tuning.metering import Peak
 from actoffload.schedule import Link
+from actoffload.tune.findings import Findings, Room
+from actoffload.tune.timed_pass import Peak
 
 MIB = 2**20
 
@@ -133,19 +133,23 @@ def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
     assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
 
 
+def for_all(own: Room, first: Room, *others: Room) -> Findings:
+    return Findings(limit=first.limit, size=first.peak.elements).for_all([first, *others], own, 0)
+
+
 def test_the_room_of_ranks_counts_for_inputs_of_one_size():
     """The other rank took 40 bytes for half as many elements, of which 10 were there before."""
-    own, other = Room(100, Peak(50, 4)), Room(90, Peak(40, 2, 10))
-    found = own.for_all([other, Room()])
-    assert found.limit == 70
-    assert other.for_all([own, Room()]).limit == 90
+    first, other = Room(100, Peak(50, 4)), Room(90, Peak(40, 2, 10))
+    found = for_all(other, first, other, Room())
+    assert (found.limit, found.reserve, found.more) == (70, 30, 20)
+    assert for_all(other, other, first).limit == 90
+    assert for_all(other, other, first).size == 4
     assert found.link is None
 
 
 def test_the_slowest_link_of_all_ranks_counts():
-    own, others = Room(100, link=Link(5e9, 3e9)), [Room(), Room(link=Link(4e9, 6e9, both=7e9)), Room(90)]
-    assert own.for_all(others).link == Link(4e9, 3e9, both=7e9)
-    assert Room(100).for_all(others).link == others[1].link
+    first, others = Room(100, link=Link(5e9, 3e9)), [Room(), Room(link=Link(4e9, 6e9, both=7e9)), Room(90)]
+    assert for_all(first, first, *others).link == Link(4e9, 3e9, both=7e9)
 
 
 # Little host memory

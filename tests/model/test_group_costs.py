@@ -10,7 +10,7 @@ from timed_device import RotaryModel, Temporary, Timed, TimedModel, offload, sta
 from torch import Tensor, nn
 
 from actoffload.device import ReferenceDevice
-from actoffload.model.tuning import script
+from actoffload.model import tuner
 from actoffload.schedule import Link
 from actoffload.schedule.timeline import Kind
 from actoffload.tune.costs import HOST_SECONDS, layer_costs, measured_link
@@ -50,8 +50,8 @@ def test_rates_of_one_direction_and_of_both(out, back, want):
 def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
     """Return the costs of the groups of a model, and its handle."""
     found = []
-    measure = script.layer_costs
-    monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
+    measure = tuner.layer_costs
+    monkeypatch.setattr(tuner, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
     handle = offload(model, device, recompute=False, **options)
     step(model, times=6)
     return found[0], handle
@@ -123,8 +123,8 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
 ):
     """They run again as a whole in the first passes; what they save otherwise is counted where it is dropped."""
     found = []
-    measure = script.layer_costs
-    monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
+    measure = tuner.layer_costs
+    monkeypatch.setattr(tuner, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
     device = Timed(1e6, 1e6, memory=2**30)
     device.behind = False
     widths = [8 if alike else 8 + k for k in range(7)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import actoffload
 from actoffload._arguments import budget_bytes
-from actoffload.model.tuning.metering import Stage
+from actoffload.tune.script import Stage
 
 KIB, MIB = 2**10, 2**20
 

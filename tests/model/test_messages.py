@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload._text import UnreadableError, read, written
-from actoffload.model.tuning.findings import Findings, Room
-from actoffload.model.tuning.metering import Peak, Stage
-from actoffload.model.tuning.ranks import Decision
-from actoffload.pipeline.planning import RankCosts, RankTrial, Settings
+from actoffload.pipeline.planning import RankCosts, Settings
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 from actoffload.tune.exchange import Exchange, LostRankError
+from actoffload.tune.findings import Findings, Room
+from actoffload.tune.script import Obstacle
+from actoffload.tune.timed_pass import Peak, Shown
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)
@@ -48,10 +48,9 @@ EXAMPLES = [
     (1, [2, (3,)], {"a": (None,), 1: {(2, 3): []}}),
     {frozenset({1, 2}): {3}},
     (Step(0, Computation.BACKWARD_WEIGHT, 2),),
-    Decision(Stage.LEAN, Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
-    Decision(None, Findings(names=("a", "b"), ways=[(VARIANT,), (VARIANT, VARIANT)], link=LINK, host_limit=0)),
+    (Room(7, Peak(5), Link(2.0, 3.0)), Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
+    (None, Findings(names=("a", "b"), ways=[(VARIANT,), (VARIANT, VARIANT)], link=LINK, host_limit=0)),
     Room(None, Peak(5)),
-    Room(7, Peak(5), Link(2.0, 3.0)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
     RankCosts(
         1,
@@ -61,7 +60,8 @@ EXAMPLES = [
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),
-    RankTrial(0.1 + 0.2, None),
+    Shown(0.1 + 0.2, 7, refused=True),
+    Obstacle.MEMORY,
 ]
 
 
@@ -108,7 +108,7 @@ def test_a_hostile_message_runs_nothing(tmp_path: Path):
         b'{"os.mkdir": {"path": "x"}}',
         b'{"tuple": [1], "list": []}',
         b'{"Room": {"limit": 1, "more": 2}}',
-        b'{"Stage": "__class__"}',
+        b'{"Obstacle": "__class__"}',
         b'{"Plan": {"model_layers": -1}}',
         json.dumps({"partial": ["os.mkdir", {"tuple": [str(path)]}, {"dict": []}]}).encode(),
         json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),
@@ -116,7 +116,7 @@ def test_a_hostile_message_runs_nothing(tmp_path: Path):
         with pytest.raises(UnreadableError):
             read(data)
         store = dist.HashStore()
-        store.set("model/0/1", data)
+        store.set("model/1", data)
         with pytest.raises(LostRankError, match="A message in the store of the process group cannot be read"):
-            Exchange("model", 1, (0, 1), lambda store=store: store).receive(["0/1"], "")
+            Exchange("model", 1, (0, 1), lambda store=store: store)._receive("1", "")
         assert not path.exists()

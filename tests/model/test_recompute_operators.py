@@ -139,7 +139,7 @@ def test_what_is_expected_of_each_way_is_what_it_saves():
     """An output that is returned is an input of the next group, which saves it whether this one does or not."""
     device, model, handle = make(1e5, 18 * MIB, [Returning() for _ in range(6)])
     stages(handle, lambda: step(model), 8)
-    ways = handle._tracker.steering.found.ways[2]
+    ways = handle._tracker.steering.costs().ways[2]
     handle.remove()
     ways = [way for way in ways if way.saves is not None]
     returned = "actoffload_tests.work.default#3"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, small, stage_of, stages, started, step
+from timed_device import Timed, TimedModel, offload, peaks, seconds, small, stage_of, stages, started, step
 
-from actoffload.model.tuning.ranks import WINDOW
+from actoffload.tune.exchange import WINDOW
 
 MIB = 2**20
 BLOCK = 4 * MIB
@@ -27,14 +27,6 @@ def leanest(layers: str | None = "blocks", recompute: str | bool = False) -> int
     device, model, _handle = limited(2**20, layers=layers, recompute=recompute)
     step(model, times=2)
     return device.created.peak
-
-
-@pytest.mark.parametrize("recompute", REPLAY)
-def test_the_first_passes_need_as_much_as_the_leanest_plan(recompute):
-    device, model, _handle = limited(2**20, fraction=1.0, recompute=bool(recompute))
-    step(model, times=3)
-    assert leanest("blocks", recompute) <= device.created.peak + MIB
-    assert leanest(None, recompute) <= device.created.peak + BLOCK
 
 
 @settings(max_examples=8)
@@ -64,45 +56,7 @@ def test_cached_memory_is_released_before_other_sizes_are_allocated():
 # Inputs of other sizes
 
 
-@pytest.mark.parametrize("memory", [60, 80], ids=["offloaded", "fits"])
-@pytest.mark.parametrize("recompute", REPLAY)
-def test_larger_inputs_are_run_by_the_leanest_plan(memory, recompute):
-    """Inputs twice as large: without offloading they need 96 MiB."""
-    device, model, handle = limited(memory, 1e6, recompute=recompute)
-    settle(model, handle)
-    plan, few = handle.plan, seconds(model, device)
-    assert plan.peak_bytes <= 48.1 * MIB
-    for elements in (8, 4, 8):
-        assert (seconds(model, device, elements) > 2 * few) == (elements == 8)
-    assert handle.plan is plan
-    assert device.peak() <= memory * MIB
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2, 4, 8, 4, 8), (1, 8), (8, 8, 1, 1, 8)], ids=str)
-def test_smaller_inputs_first(sizes):
-    device, model, handle = limited(60, 1e6)
-    for elements in (*sizes, *[8] * 12, 1, 2, 4, 8):
-        step(model, elements)
-    assert not handle.settling
-    assert device.peak() <= 60 * MIB
-
-
 # Other memory
-
-
-def test_temporary_memory_between_the_borders_counts():
-    """Half of the limit is needed for a moment in each block."""
-    device, model, handle = limited(45, recompute=False)
-
-    def hook(module, args):
-        device.count(torch.empty(20 * MIB, dtype=torch.uint8))
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(hook)
-    settle(model, handle)
-    step(model)
-    assert device.peak() <= 45 * MIB
-    assert handle.plan.offloaded
 
 
 # Costs or memory that do not stay what they were
@@ -234,13 +188,6 @@ def test_an_out_of_memory_error_makes_the_next_plan_leaner():
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
     assert stages(handle, lambda: step(model), 40) == [""] * 40, "it is looked at once"
-
-
-def test_an_error_in_the_middle_of_the_script_starts_it_again():
-    device, model, handle = small(recompute=False)
-    assert stages(handle, lambda: step(model), 3) == SCRIPT[:3]
-    device.failed += 1
-    assert stages(handle, lambda: step(model), 5) == [*SCRIPT, ""]
 
 
 def test_an_error_before_the_memory_is_known_changes_nothing():

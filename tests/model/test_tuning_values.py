@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, measured, nothing_installed, offload, train
 
 import actoffload
-from actoffload.model.tuning import findings
 from actoffload.schedule.plan import Plan
+from actoffload.tune import findings
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,12 +2,15 @@
 
 from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from actoffload.pipeline.planning import Limits, Plans, RankCosts, RankTrial, agreed, keep_best, plans_of
+from actoffload.pipeline.first_steps import FirstSteps
+from actoffload.pipeline.planning import Limits, Plans, RankCosts, agreed, plans_of
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
+from actoffload.tune.script import Trial
 
 PLAIN = LayerCost.even(1000, forward=1.0, backward=2.0)
 AGAIN = LayerCost.even(100, forward=1.0, backward=3.0)
@@ -26,18 +29,23 @@ def measured(rate: float = 200.0) -> list[RankCosts]:
     ]
 
 
-def tried(seconds: float, *peaks: int) -> list[RankTrial]:
-    return [RankTrial(seconds, peak) for peak in peaks]
+class Judge(FirstSteps):
+    """First steps whose trials are asked for: seconds, and the peak of each rank."""
+
+    def __init__(self, known: list[RankCosts], limits: Limits = LIMITS) -> None:
+        self.known, self._limits, self.limits = known, limits, [each.limit for each in known]
+
+    def _try(self, plans: Plans, whole: bool) -> Generator[Any, Any, Trial[Any]]:
+        seconds, *peaks = yield plans
+        return Trial(plans, seconds, peaks, self.limits)
+
+    def judge(self) -> Generator[Any, Any, Plans]:
+        return self.keep_best(plans_of(self.known, self._limits))
 
 
-def ask(plans: Plans) -> Generator[Plans, list[RankTrial], list[RankTrial]]:
-    return (yield plans)
-
-
-def judged(*trials: list[RankTrial]) -> tuple[list[Plans], Plans | None]:
+def judged(*trials: tuple[float, ...]) -> tuple[list[Plans], Plans | None]:
     """Return the plans that are tried, and those that are kept after some trials; None if others follow."""
-    known = measured()
-    script = keep_best(plans_of(known, LIMITS), known, LIMITS, ask)
+    script = Judge(measured()).judge()
     found = [next(script)]
     try:
         for trial in trials:
@@ -53,7 +61,7 @@ def peaks(plans: Plans) -> list[int]:
 
 def test_plans_for_less_follow_those_that_took_more_than_the_limit():
     first, second = peaks(plans_of(measured(), LIMITS))
-    (_, plans), kept = judged(tried(1.0, LIMIT + 300, second))
+    (_, plans), kept = judged((1.0, LIMIT + 300, second))
     assert kept is None
     assert peaks(plans)[0] <= LIMIT - (LIMIT + 300 - first)
 
@@ -62,7 +70,7 @@ def test_plans_for_less_follow_those_that_took_more_than_the_limit():
 def test_plans_that_fit_win_over_faster_ones(over):
     """Those that are tried for as much less memory need all of it, too, so whole replay follows."""
     most = peaks(plans_of(measured(), LIMITS))
-    first, second = tried(1000.0, LIMIT + over, most[1]), tried(2000.0, *most)
+    first, second = (1000.0, LIMIT + over, most[1]), (2000.0, *most)
     found, kept = judged(first, *[second] * (1 + over))
     assert kept is not None
     fitting = found[1] if over else found[0]
@@ -72,24 +80,23 @@ def test_plans_that_fit_win_over_faster_ones(over):
 @pytest.mark.parametrize(("seconds", "is_kept"), [(98.0, False), (96.0, True)])
 def test_whole_replay_is_kept_where_it_is_faster_than_times_scatter(seconds, is_kept):
     known = [replace(each, limit=3000) for each in measured(1e4)]
-    script = keep_best(plans_of(known, LIMITS), known, LIMITS, ask)
-    plans, whole = next(script), script.send(tried(100.0, 0, 0))
+    script = Judge(known).judge()
+    plans, whole = next(script), script.send((100.0, 0, 0))
     with pytest.raises(StopIteration) as end:
-        script.send(tried(seconds, 0, 0))
+        script.send((seconds, 0, 0))
     kept = end.value.value
     assert [plan.work for plan in kept] == [plan.work for plan in (whole if is_kept else plans)]
-    assert kept[0].because.startswith("Every group is recomputed" if is_kept else "Recomputing every group")
+    assert ("Every group is recomputed" if is_kept else "Recomputing every group") in kept[0].because
 
 
 def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
     limits, known = Limits(memory_budget=LIMIT), [replace(each, again=None) for each in measured()]
-    plans = plans_of(known, limits)
-    script = keep_best(plans, known, limits, ask)
+    script = Judge(known, limits).judge()
     kept = None
     try:
         next(script)
         for _ in range(9):
-            script.send(tried(1.0, 2 * LIMIT, 2 * LIMIT))
+            script.send((1.0, 2 * LIMIT, 2 * LIMIT))
     except StopIteration as stop:
         kept = stop.value
     assert kept is not None

@@ -19,6 +19,7 @@ from ..report.plots import Frontier
 from ..report.report import GroupReport, Report
 from ..schedule.plan import Plan
 from ..schedule.timeline import Timeline
+from ..tune.findings import Findings, Fit
 from .follow import (
     ModelState,
     follow,
@@ -29,7 +30,6 @@ from .reporting import describe
 from .select import Names
 from .steering import Steering
 from .tracker import Tracker
-from .tuning.findings import Findings, Fit
 
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 

@@ -18,12 +18,12 @@ from ..engine.engine import Engine
 from ..replay import everything, policy_for
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
+from ..tune.exchange import ModelRanks
 from .follow import KEPT, ModelState, handle_of, refuse_scripted
 from .handle import OffloadHandle
 from .select import Names, check_entries, find_modules, planned_modules, split_default
 from .steering import Fixed, Steering
-from .tuning.ranks import Ranks
-from .tuning.tuner import Tuner
+from .tuner import Tuner
 
 ON_REFERENCE = (
     "Nothing is measured on a machine without an accelerator: all groups are offloaded but the last two and the "
@@ -81,7 +81,7 @@ def offload_model(
         "recompute": recompute if isinstance(recompute, bool | str) else "a policy",
         "plan": None if plan is None else "a plan",
     }
-    ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
+    ranks = ModelRanks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
     steering: Steering
     if isinstance(plan, Plan):

@@ -1,87 +1,75 @@
 """The first steps of a schedule on one rank: what is measured in them, and what they showed.
 
-`[Note: the first steps of a schedule]`  They are the first passes of a model, see `script` [Note: the first passes].
-Nothing is known before the first step, and it must fit where any plan does.  So every group is replayed in backward, if
-it may be, and what it needs for that is offloaded, freed where the group ends, and reloaded when its backward begins.
-That step shows the order of the computations, and proves and times the operators of the groups.  Where time is
-measured, the second step runs in the same way without proofs, for the times, the memory, and the rates of copies with
-all ranks copying.
-
-Then plans are tried: see `planning` [Note: trial of the plans].  The first step with a plan takes host memory, the next
-one is timed.
+They are the first passes of a model, see `script` [Note: the first passes]: of all stages and microbatches at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from math import inf
+from typing import TypeVar
 
-from ..device.base import Backend, StreamEvent, current_stream, usable
+from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
-from ..model.tuning.metering import Stage
-from ..model.tuning.script import TRACES, ways_of
 from ..planner import Variant
 from ..replay import saving
 from ..schedule.costs import LayerCost, Link
 from ..schedule.pipeline import SplitCost, StageCost
 from ..schedule.pipeline_plan import PipelinePlan
-from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost
+from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
 from ..tune.meter import StageMemory, StepMeter
+from ..tune.script import Script, Stage, Trial
+from ..tune.timed_pass import Shown, TimedPass
 from .conductor import Conductor
-from .planning import Limits, PipelineRanks, Plans, RankCosts, RankTrial, agreed, keep_best, plans_of
+from .planning import Limits, PipelineRanks, Plans, RankCosts, agreed, exceed, plans_of
 from .stages import RankStage, has_grown
 
-Script: TypeAlias = Generator[tuple[Stage, Plans], None, Plans]
-"""Yields what the next step is for, with the plans to follow from it on if there are others, and returns the last."""
+T = TypeVar("T")
 
 
-class FirstSteps:
-    """What the first steps of a rank showed."""
+class FirstSteps(Script[PipelinePlan]):
+    """What the first steps of a rank showed, and the plans that are followed."""
+
+    unit = "step"
 
     def __init__(
         self, stages: Sequence[RankStage], conductor: Conductor, rank: int, exchange: PipelineRanks, limits: Limits
     ) -> None:
         self._stages, self._conductor = stages, conductor
         self._rank, self._exchange, self._limits = rank, exchange, limits
+        self.plans: Plans = ()  # of all ranks
         self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
-        self._lean: StepMeter | None = None  # of the latest step that offloaded everything
-        self._meter: StepMeter | None = None  # of the present step, if it is measured
-        self._begun: StreamEvent | None = None  # the begin of the present step, if it is timed
-        self._timed: tuple[StreamEvent, StreamEvent, int] | None = None  # of the latest: begin, end, bytes of its peak
+        self._lean: StepMeter | None = None  # of the latest step that was measured by group
+        self._timed: TimedPass | None = None  # the present step, or the latest
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
 
-    def run(self) -> Script:
-        """Yield what the next step is for, exchange what it showed, and return the plans to keep.
-
-        See [Note: the first steps of a schedule] and [Note: trial of the plans].
-        """
-        timed, traces = self._backend.times, 1
-        yield Stage.FIRST, ()
-        if timed:
-            yield Stage.LEAN, ()
-        while True:
-            traced = not timed or traces == TRACES or self._traced
-            found = agreed(self._exchange.gather(self.measured() if traced else None))
-            if found is not None:
-                break
-            traces += not traced
-            self._lean = self._lean if traced else None  # it was measured in other groups
-            yield (Stage.LEAN if timed and traced else Stage.FIRST), ()
-        self.known = found
-        plans = plans_of(found, self._limits)
-        if not timed:
-            return plans
-        return (yield from keep_best(plans, found, self._limits, self._try))
-
     @property
-    def _traced(self) -> bool:
-        """Whether the operators of all groups are known that are replayed, or what compiled ones save."""
+    def times(self) -> bool:
+        """Whether time is measured."""
+        return self._backend.times
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in order: of one pipeline after the other."""
+        return [each for ranks in self._exchange.gather(value) for each in ranks]
+
+    def ended(self) -> TimedPass | None:
+        """Return the step that has ended, once; None if no whole step was seen."""
+        timed, self._timed = self._timed, None
+        known = bool(self._conductor.learned.order) and all(stage.steering.known for stage in self._stages)
+        return timed if known or self.plans else None
+
+    def shown(self, timed: TimedPass) -> Shown:
+        """Return what a step showed here."""
+        return timed.shown(timed.peak) if self.times else Shown(0.0)
+
+    def traced(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether the operators of all groups are known that are replayed, or what compiled ones save."""
         return not self._limits.may_recompute or all(
             group.group in self._operators[stage.index].groups
             for stage in self._stages
@@ -89,42 +77,45 @@ class FirstSteps:
             if group.group in stage.steering.replayed
         )
 
-    def _try(self, plans: Plans) -> Generator[tuple[Stage, Plans], None, list[RankTrial]]:
-        """Yield steps with some plans until one was timed in all ranks; return what they saw."""
-        self._timed = None
-        idle = all(plan.idle for plan in plans)
-        yield (Stage.PLAN if idle else Stage.FIRST), plans
-        if not idle:
-            yield Stage.PLAN, ()
-        while True:
-            found = [each for ranks in self._exchange.gather(self._tried()) for each in ranks]
-            known = [each for each in found if each is not None]
-            if len(known) == len(found):
-                return known
-            yield Stage.PLAN, ()
+    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
+        """Exchange what the steps have shown, and return the plans that follow."""
+        found = agreed(self._exchange.gather(self.measured()))
+        assert found is not None
+        self.known, self.limits = found, [each.limit or inf for each in found]
+        return plans_of(found, self._limits)
 
-    def _tried(self) -> RankTrial | None:
-        """Return what the latest step with a plan showed; None if there was none."""
-        if self._timed is None:
-            return None
-        begun, ended, peak = self._timed
-        if not self._backend.passed(ended):
-            self._backend.synchronize(self._backend.current_device())
-        return RankTrial(self._backend.elapsed(begun, ended), peak)
+    def replanned(self, excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
+        """Return plans that take so many bytes less, or none; after the trial of the best those of whole replay."""
+        pairs = list(zip(self.known, excess, strict=True))
+        less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
+        found = plans_of(less, self._limits, whole=best is not None)
+        if exceed(found, less):
+            return ()
+        return tuple(
+            replace(plan, peak_bytes=(plan.peak_bytes or 0) + more)
+            for plan, more in zip(found, excess[: len(found)], strict=True)
+        )
+
+    def follow(self, plans: Plans) -> None:
+        """Follow plans from the step on that begins now."""
+        self.plans, before = plans, self._conductor.plan
+        found = next(plan for plan in plans if plan.rank == self._rank)
+        self._conductor.follow(found)
+        if before is not None and (before.transfers, before.saves) == (found.transfers, found.saves):
+            return
+        self._conductor.scoped = False
+        for stage in self._stages if self._limits.may_recompute else ():
+            names = found.names[stage.index]
+            saves = zip(names, found.saves.get(stage.index, (None,) * len(names)), strict=True)
+            stage.steering.recompute({name: saving(outputs) for name, outputs in saves if outputs is not None})
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
         for each in self._stages:
-            traces = stage is Stage.FIRST and self._limits.may_recompute and not self.known
+            traces = stage is Stage.FIRST and self._limits.may_recompute
             # A step in which operators are timed takes longer.
             each.steering.operators = self._operators[each.index] if traces else None
-        if not self._backend.times:
-            return
-        self._backend.allocated()  # resets the peak
-        engine = self._conductor.engine
-        if stage is Stage.PLAN:
-            # None of its groups is timed: that would take time of the host, which may be what counts.
-            self._begun = self._now()
+        engine, meter = self._conductor.engine, None
         if stage is Stage.LEAN:
             with engine.lock:
                 engine.counters.reset()
@@ -134,23 +125,22 @@ class FirstSteps:
                 boundary, output = kept_outputs(each.index, self._conductor.learned)
                 boundary += each.steering.outside
                 standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
-            self._meter = StepMeter(self._backend, engine.counters, standing)
-            engine.record(self._meter)
-            self._conductor.watching = self._meter.note
+            self._lean = meter = StepMeter(self._backend, engine.counters, standing)
+            self._conductor.watching = meter.note
+        self._timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 
     def end(self, *, failed: bool) -> None:
         """End a step."""
-        meter, begun, engine = self._meter, self._begun, self._conductor.engine
-        self._meter = self._begun = self._conductor.watching = None
-        if meter is not None and engine.recorder is meter:
+        timed, engine = self._timed, self._conductor.engine
+        self._conductor.watching = None
+        if timed is None or timed.ended is not None:
+            return
+        if timed.meter is not None and engine.recorder is timed.meter:
             engine.record(None)
-        if meter is not None and not failed:
-            self._lean = meter
-        if begun is not None and not failed:
-            self._timed = begun, self._now(), (self._backend.allocated() or (0, 0))[1]
-
-    def _now(self) -> StreamEvent:
-        return self._backend.record_timed(current_stream(self._backend))
+        if failed:
+            self._timed = None
+        else:
+            timed.end()
 
     def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
@@ -202,9 +192,8 @@ class FirstSteps:
 
         Backward comes to a replayed group with all that it saves, from which it replays.
         """
-        operators, groups = self._operators[stage.index], stage.steering.groups
-        among, batch = {group.group for group in groups}, self._backend.batch
-        found = ways_of(groups, cost.groups, among, operators.costs(), operators.saved, batch)
+        operators, groups = self._operators[stage.index], [group.group for group in stage.steering.groups]
+        found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, self._backend.batch)
         ways, splits = list[tuple[Variant, ...]](), list[SplitCost]()
         for k, (whole, (own, *others)) in enumerate(zip(cost.groups, found, strict=True)):
             if cost.splits:
@@ -231,22 +220,12 @@ class FirstSteps:
             more = {name: tuple(way.map(grown) for way in group) for name, group in ways.items()}
             self._measured[index] = replace(cost, groups=tuple(group[0].cost for group in more.values())), more
 
-    def settle(self, plan: PipelinePlan) -> None:
-        """Replay what a plan says from the next step on."""
-        if not self._limits.may_recompute:
-            return
-        for stage in self._stages:
-            names = plan.names[stage.index]
-            saves = zip(names, plan.saves.get(stage.index, (None,) * len(names)), strict=True)
-            stage.steering.recompute({name: saving(outputs) for name, outputs in saves if outputs is not None})
-
     def _link(self) -> Link | None:
         """Return the rates of copies, as they were with all ranks copying."""
         if not self._backend.times:
             return Link(getattr(self._backend, "d2h", float("inf")), getattr(self._backend, "h2d", float("inf")))
         if self._lean is None:
             return None
-        self._lean.wait()
         room = self._conductor.engine.host_room()
         return measured_link(self._lean) or probed_link(self._backend, room) or Link(float("inf"), float("inf"))
 

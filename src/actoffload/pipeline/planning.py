@@ -1,12 +1,9 @@
 """What the ranks of a pipeline exchange, and the plans of all of them that follow; every rank makes the same.
 
-`[Note: trial of the plans]`  All ranks try their plans in the same steps, and decide from the same numbers, so they
-decide the same: see `trials` [Note: trials of plans].  Whole replay is tried where a rank needs the memory.
-
-`[Note: exchanges]`  All ranks of a pipeline make the same exchanges: one when the first step begins, one behind the
-measured steps, and one after each trial of a plan.  Steps with backward are counted, and all ranks run the same
-number.  If a rank has not measured a whole step, all ranks see that, and try again when the next step begins.
-A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
+`[Note: exchanges]`  All ranks of a pipeline make the same exchanges when one of the first steps begins.  Steps with
+backward are counted, and all ranks run the same number.  If a rank has not measured a whole step, all ranks see that,
+and try again when the next step begins.  A rank that later runs another order plans anew alone, with what the others
+sent before, because they do not know of it.
 
 `[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
 communicate inside of these stages, also in what is recomputed.  So the ranks of one stage must recompute the same:
@@ -15,10 +12,9 @@ what the pipelines exchange is exchanged among them, too, and the costs of the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -28,10 +24,9 @@ from ..planner import Variant, plan_pipeline
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
-from ..tune import trials
 from ..tune.exchange import LONE, Exchange, RefusedError
 from ..tune.exchange import disagreement as different_arguments
-from ..tune.trials import Trial, fits
+from ..tune.script import fits
 
 T = TypeVar("T")
 
@@ -52,15 +47,7 @@ class RankCosts:
     again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
 
 
-@dataclass(frozen=True)
-class RankTrial:
-    """What one rank knows of a plan that all of them have tried."""
-
-    seconds: float  # of a step with the plan
-    peak: int = 0  # bytes of device memory in that step; 0 if not known
-
-
-register(RankCosts, RankTrial, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
+register(RankCosts, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
 
 
 def agreed(pipelines: Sequence[Sequence[RankCosts | None]]) -> list[RankCosts] | None:
@@ -111,7 +98,7 @@ def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = Fal
     plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
     if limits.by_hand and not whole:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
-        if not _exceed(plans, measured):
+        if not exceed(plans, measured):
             return plans
     least = min((each.limit for each in measured if each.limit is not None), default=None)
     budgets = [least if each.limit is None else each.limit for each in measured]
@@ -124,8 +111,9 @@ def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = Fal
     )
 
 
-def _exceed(plans: Plans, measured: Sequence[RankCosts]) -> bool:
-    pairs = zip(plans, measured, strict=True)
+def exceed(plans: Plans, measured: Sequence[RankCosts]) -> bool:
+    """Return whether one of some plans takes more than its rank may; none does."""
+    pairs = zip(plans, measured, strict=False)
     return any(each.limit is not None and (plan.peak_bytes or 0) > each.limit for plan, each in pairs)
 
 
@@ -147,46 +135,6 @@ def decision(plans: Plans) -> str:
             line += f", {milliseconds(plan.seconds)} a step, {milliseconds(plan.baseline_seconds)} without offloading"
         lines.append(f"{line}. {plan.because}".rstrip())
     return "\n".join(lines)
-
-
-# Trials
-
-
-def keep_best(
-    plans: Plans,
-    measured: Sequence[RankCosts],
-    limits: Limits,
-    steps_with: Callable[[Plans], Generator[Any, Any, list[RankTrial]]],
-) -> Generator[Any, Any, Plans]:
-    """Run the steps with some plans, and with others that follow; return those to keep.
-
-    `steps_with` returns what all ranks of one pipeline after the other know of plans; see [Note: trial of the plans].
-    """
-
-    def run(plans: Plans, whole: bool) -> Generator[Any, Any, Trial[PipelinePlan]]:
-        tried, ranks = (yield from steps_with(plans)), len(plans)
-        peaks = [max(each.peak for each in tried[rank::ranks]) for rank in range(ranks)]
-        return Trial(plans, max(each.seconds for each in tried), peaks, [each.limit or inf for each in measured])
-
-    def replanned(excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
-        pairs = zip(measured, excess, strict=True)
-        less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
-        found = plans_of(less, limits, whole=best is not None)
-        return () if not found or _exceed(found, less) else found
-
-    best, kept, took = yield from trials.keep_best(plans, run, replanned, "step")
-    planned = max(plan.seconds or 0.0 for plan in best.plans)
-    baseline = (plans[0].baseline_seconds or 0.0) * (best.seconds / planned if planned else 1.0)
-    return tuple(
-        replace(
-            plan,
-            seconds=kept.seconds,
-            baseline_seconds=baseline,
-            peak_bytes=peak or plan.peak_bytes,
-            because=f"{took} {plan.because if kept is best else ''}".strip(),
-        )
-        for plan, peak in zip(kept.plans, kept.peaks, strict=True)
-    )
 
 
 # Exchanges
@@ -217,7 +165,6 @@ class PipelineRanks:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
         self.group, self._pipeline, self._copies = group, Exchange.of("pipeline", ranks), LONE
         self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
-        self._number = 0  # of values that were exchanged
 
     def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
         """Return the settings of all ranks, or only those of a rank that refuses.
@@ -247,9 +194,8 @@ class PipelineRanks:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
         return self._gather(self._copies, self._gather(self._pipeline, value))
 
-    def _gather(self, exchange: Exchange, value: Any) -> list[Any]:
-        self._number += 1
-        return exchange.gather(str(self._number), value, "of the pipeline")
+    def _gather(self, exchange: Exchange, value: T) -> list[T]:
+        return exchange.gather(value, "of the pipeline")
 
     def leave(self) -> None:
         """Take no further part, and let the others not wait."""

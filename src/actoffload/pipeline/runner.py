@@ -19,8 +19,9 @@ from ..report.report import GroupReport, Report
 from ..schedule.pipeline import Computation, Step, read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from ..tune.exchange import LostRankError
+from ..tune.script import Steps
 from .conductor import Conductor
-from .first_steps import FirstSteps, Script
+from .first_steps import FirstSteps
 from .follow import actions_of, unfollow
 from .planning import Limits, PipelineRanks, Plans, Settings, decision, disagreement, plans_of
 from .stages import RankStage, replicas_of
@@ -56,8 +57,7 @@ class Runner:
         self.stages, self.conductor = tuple(stages), conductor
         self._settings, self._limits, self.exchange, self.rank = settings, limits, exchange, rank
         self._first = FirstSteps(self.stages, conductor, rank, exchange, limits)
-        self._script: Script | None = self._first.run()  # None once the plans are final
-        self.plans: Plans = ()  # of all ranks
+        self._script: Steps[Plans] | None = self._first.run()  # None once the plans are final
         self._peak = 0  # the same in the latest step in which all groups were followed
         self.number = 0  # of steps with backward that began
         self.installed = True
@@ -101,10 +101,7 @@ class Runner:
                     self.remove()
                     raise ValueError(wrong)
             if self._script is not None:
-                stage, plans = next(self._script)
-                if plans:
-                    self._follow(plans)
-                self._first.begin(stage)
+                self._first.begin(next(self._script))
         except StopIteration as stop:
             if stop.value is None:
                 self._lose("The first steps were interrupted.")
@@ -124,7 +121,7 @@ class Runner:
     def _keep(self, plans: Plans) -> None:
         """Follow the plans that are final."""
         self._script = None
-        self._follow(plans)
+        self._first.follow(plans)
         plan, engine = self.conductor.plan, self.conductor.engine
         if plan is not None and engine.backend.times:
             engine.trim(keep=plan.host_bytes)
@@ -166,16 +163,12 @@ class Runner:
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
             return
-        self._follow(found)
+        self._first.follow(found)
 
-    def _follow(self, plans: Plans) -> None:
-        """Follow the plan of this rank."""
-        self.plans, before = plans, self.conductor.plan
-        found = next(plan for plan in self.plans if plan.rank == self.rank)
-        self.conductor.follow(found)
-        if before is None or (before.transfers, before.saves) != (found.transfers, found.saves):
-            self._first.settle(found)
-            self.conductor.scoped = False
+    @property
+    def plans(self) -> Plans:
+        """The plans of all ranks."""
+        return self._first.plans
 
     @property
     def settling(self) -> bool:

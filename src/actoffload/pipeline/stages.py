@@ -19,11 +19,11 @@ from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
 from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import Mode, PassSettings, Steering
-from ..model.tuning.ranks import ranks_of
 from ..replay import Policy
 from ..schedule.execution_order import Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
+from ..tune.exchange import ranks_of
 from ..tune.meter import saved_in
 from .conductor import Conductor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -230,15 +230,6 @@ class Plan(AnyPlan):
     def offloaded(self) -> tuple[int, ...]:
         """The layers to offload, ascending."""
         return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
-
-    def measured(self, seconds: float, baseline: float | None) -> Plan:
-        """Return the plan with the seconds that a pass took, and those expected without offloading and recomputation.
-
-        The latter are an estimate.  They cannot be more than what is left of the pass without recomputation.
-        """
-        if baseline is not None:
-            baseline = min(baseline, max(seconds - self.recompute_seconds, 0.0))
-        return replace(self, seconds=seconds, baseline_seconds=baseline)
 
     @property
     def recomputed(self) -> tuple[int, ...]:

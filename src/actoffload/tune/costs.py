@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median_low
 
+from torch.nn import Module
+
 from .._text import fold
 from ..device.base import Backend, current_stream
+from ..planner import OperatorCost, Variant, replay_ways
+from ..planner.variants import correct_times
 from ..schedule.costs import LayerCost, Link, Saved, spread_evenly
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.timeline import Kind
@@ -178,6 +183,68 @@ def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCo
         other_bytes=(first, second, third, fourth),
         **{name: factor * getattr(cost, name) for name in TIMES},
         **{name: math.ceil(more * getattr(cost, name)) for name in TEMPORARIES},
+    )
+
+
+# The ways to run groups
+
+
+def ways_of(
+    groups: Sequence[int],
+    costs: Sequence[LayerCost],
+    among: Collection[int],
+    operators: Mapping[int, Sequence[OperatorCost]],
+    saved: Mapping[int, Sequence[int]],
+    batch: int,
+) -> list[tuple[Variant, ...]]:
+    """Return the ways to run each group, the first of them without replay; see `script` [Note: the first passes].
+
+    The numbers of the groups, and what each cost, are in the order of the leanest pass; plans may replay those in
+    `among`.  By number, `operators` are those of a group with their times, and `saved` the bytes that a compiled one
+    saves beside its inputs as it is.  Copies wait until they have `batch` bytes.
+    """
+    times = Counter(groups)
+    found = list[tuple[Variant, ...]]()
+    for number, cost in zip(groups, costs, strict=True):
+        ways: tuple[Variant, ...] = (Variant(cost),)
+        # One that runs several times would have one way for all of them.
+        once = number in among and times[number] == 1
+        if once and saved.get(number):
+            ways = Variant(_run_once(cost, saved[number])), Variant(cost, ())
+        elif once and operators.get(number):
+            ways = replay_ways(cost, correct_times(operators[number], cost.forward))
+        found.append(tuple(way.map(lambda cost: cost.in_batches(batch)) for way in ways))
+    return found
+
+
+def _run_once(again: LayerCost, sizes: Sequence[int]) -> LayerCost:
+    """Return what a compiled group costs as it is, by what it costs if it is run again, and the bytes that it saves."""
+    return replace(
+        again,
+        saved=(*again.saved, *map(Saved, sizes)),
+        backward=max(again.backward - again.forward, again.forward),
+        host_backward=max(again.host_backward - again.host_forward, 0.0),
+        # What was dropped was there for a time, in both directions.
+        forward_temporary=max(again.forward_temporary - sum(sizes), 0),
+        backward_temporary=max(again.backward_temporary - sum(sizes), 0),
+    )
+
+
+def kind_of(module: Module) -> Hashable:
+    """Return what groups that cost the same have in common; only a flag or a text tells kinds of attention apart."""
+    attributes = (value for inner in module.modules() for value in vars(inner).values())
+    flags = tuple(value for value in attributes if value is None or type(value) in (bool, str))
+    return type(module), tuple(weight.shape for weight in module.parameters()), flags
+
+
+def larger_operator(operator: OperatorCost, factor: float) -> OperatorCost:
+    """Return what an operator costs for inputs with `factor` times as many elements."""
+    return replace(
+        operator,
+        seconds=factor * operator.seconds,
+        sizes=tuple(math.ceil(factor * nbytes) for nbytes in operator.sizes),
+        returned=math.ceil(factor * operator.returned),
+        gradient=math.ceil(factor * operator.gradient),
     )
 
 

@@ -6,28 +6,44 @@ it is read, and waiting for one has a limit.  The store is polled, because a wai
 this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
 Messages are plain data, see [Note: messages].
 
-The first rank collects what the others send, and answers.  It waits half as long as the others wait for it, so that
-they learn from it who is missing.  Each meeting of ranks has keys of its own: it has a number, which counts the
-meetings of these ranks in the process.  A rank whose arguments are wrong posts why, and all others raise that.
+What ranks do together is one operation: each sends a value, the first rank collects them, and answers with all.  It
+waits half as long as the others wait for it, so that they learn from it who is missing.  Each meeting of ranks has keys
+of its own: it has a number, which counts the meetings of these ranks in the process.  A rank whose arguments are wrong
+posts why, and all others raise that.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.nn import Module
 
 from .._text import UnreadableError, read, written
-from .._torch.modules import default_store
+from .._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
+from .._warnings import warn
 
 LIMIT = 120.0  # seconds for which a rank waits for the first one, which itself waits half as long for the others
 SHORTEST, LONGEST, PART = 1e-4, 0.02, 0.01  # pauses between two looks: seconds, and part of the time waited so far
 REFUSED = "refused"
+
+GOES_ON = (
+    "This rank goes on without it. Call actoffload.offload in all ranks of a sharded or data-parallel model, and the "
+    "model equally often."
+)
+ALONE = (
+    "So this rank decides alone from here on what is offloaded, and steps may take longer. Call the model equally "
+    "often in all ranks, and end or change offloading in all of them."
+)
+WINDOW = 8  # passes between two looks for an announcement
+
+T = TypeVar("T")
 
 _meetings = Counter[tuple[str, tuple[int, ...]]]()  # so far, by name and ranks
 
@@ -53,6 +69,7 @@ class Exchange:
         self.leader = self.ranks[0]
         self.leads, self.alone = rank == self.leader, len(self.ranks) == 1
         self._gone = set[int]()  # ranks that take no further part
+        self._number = 0  # of values that were gathered
 
     @staticmethod
     def of(name: str, ranks: Iterable[int]) -> Exchange:
@@ -111,58 +128,62 @@ class Exchange:
 
     # What ranks do together
 
-    def send(self, key: str, value: Any) -> None:
-        """Post a value of this rank, which the first one collects."""
-        self.post(f"{key} {self.rank}", value)
+    def gather(self, value: T, where: str, *, needed: bool = True) -> list[T]:
+        """Return the values of all ranks, in order; `where` says where this rank waits for the others.
 
-    def collect(self, key: str) -> tuple[dict[int, Any], list[int]]:
-        """Return what the other ranks sent, by rank, and the ranks that did not come in time.
+        All ranks call this equally often.  If one that is `needed` is lost, the same `LostRankError` is raised in all.
+        Another one takes no further part, and the first rank warns of it.
+        """
+        self._number += 1
+        key, found, lost = str(self._number), [value], ""
+        if self.leads:
+            others, missing = self._collect(key)
+            left = self._gone.difference(missing)
+            lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
+            if missing and not needed:
+                warn(f"{lost} {GOES_ON}")
+            found, lost = [value, *others], lost if needed else ""
+            if others:
+                self.post(key, (found, lost))
+        else:
+            own = f"{key} {self.rank}"
+            self.post(own, value)
+            try:
+                found, lost = self._receive(key, where)
+            except LostRankError:
+                self._call("delete_key", self._path(own))  # its answer is not needed any more
+                raise
+        if lost:
+            raise LostRankError(lost)
+        return found
+
+    def _collect(self, key: str) -> tuple[list[Any], list[int]]:
+        """Return what the other ranks sent, and the ranks that did not come in time.
 
         These take no further part, as those that have left before.
         """
-        until, found, missing = time.monotonic() + LIMIT / 2, dict[int, Any](), list[int]()
+        until, found, missing = time.monotonic() + LIMIT / 2, list[Any](), list[int]()
         for rank in self.ranks[1:]:
             if rank in self._gone:
                 continue
             own, left = f"{key} {rank}", f"gone {rank}"
             at = self.find([own, left], max(until - time.monotonic(), 0.0))
             if at == own:
-                found[rank] = self.take(own)
+                found.append(self.take(own))
                 continue
             self._gone.add(rank)
             missing += [rank] if at is None else []
         return found, missing
 
-    def receive(self, keys: Iterable[str], where: str) -> Any:
-        """Wait for an answer with one of some keys, and return it; `where` says where this rank waits for it."""
+    def _receive(self, key: str, where: str) -> Any:
+        """Wait for an answer of the first rank."""
         left = f"gone {self.leader}"
-        key = self.find([*keys, left], LIMIT)
-        if key is None:
+        at = self.find([key, left], LIMIT)
+        if at is None:
             raise LostRankError(self.waited([self.leader], where))
-        if key == left:
+        if at == left:
             raise LostRankError(_ended(self.leader))
         return self.take(key, len(self.ranks) - 1)
-
-    def gather(self, key: str, value: Any, where: str) -> list[Any]:
-        """Return the values of all ranks, in order; raise the same `LostRankError` in all, if one of them is lost."""
-        found, lost = [value], ""
-        if not self.leads:
-            self.send(key, value)
-            try:
-                found, lost = self.receive([key], where)
-            except LostRankError:
-                self._call("delete_key", self._path(f"{key} {self.rank}"))  # its answer is not needed any more
-                raise
-        else:
-            others, missing = self.collect(key)
-            left = self._gone.difference(missing)
-            lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
-            found += others.values()
-            if others:
-                self.post(key, (found, lost))
-        if lost:
-            raise LostRankError(lost)
-        return found
 
     def waited(self, missing: Collection[int], where: str) -> str:
         """Return for which ranks this one has waited, in a sentence."""
@@ -224,3 +245,99 @@ def disagreement(arguments: Mapping[int, Mapping[str, Any]]) -> str:
                     f"and {theirs.get(name)} on rank {rank}. Pass the same on every rank."
                 )
     return ""
+
+
+# The ranks of a model
+
+
+def ranks_of(model: Module) -> tuple[int, ...]:
+    """Return the global ranks that run a model together, ascending; empty if it runs in this process alone.
+
+    Its parameters are distributed over a device mesh, or it is wrapped for data parallelism: from outside, as a whole
+    or in part.
+    """
+    if default_store is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return ()
+    found = max(_groups_of(model), key=len, default=())
+    return found if len(found) > 1 and dist.get_rank() in found else ()
+
+
+def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
+    meshes = {
+        id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None
+    }
+    for mesh in meshes.values():
+        yield tuple(sorted(mesh.mesh.flatten().tolist()))
+    for module in (active_data_parallel(), *model.modules()):
+        if any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__):
+            yield tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+
+
+class ModelRanks:
+    """The ranks of one model, which meet in its first forward; see `script` [Note: ranks decide together].
+
+    `arguments` are what this rank passed to `offload`.  When a plan no longer fits in a rank, it announces a pass that
+    all ranks have still ahead, and that is a multiple of `WINDOW`.  Ranks look for an announcement at these passes
+    only: a steady pass needs no message.
+    """
+
+    def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
+        self._model, self._arguments = model, arguments
+        self.exchange = LONE
+        self._epoch = 0  # number of announcements
+        self._again: int | None = None  # the pass that is announced
+
+    def meet(self) -> None:
+        """Find the other ranks, and compare the arguments.
+
+        Raises
+        ------
+        ValueError
+            In all ranks, if arguments differ.
+        """
+        model = self._model()
+        self.exchange = Exchange.of("model", () if model is None else ranks_of(model))
+        try:
+            arguments = self.gather((self.exchange.rank, self._arguments), "in the first forward")
+        except LostRankError as lost:
+            self.lose(lost)
+            return
+        problem = disagreement({**dict(arguments), self.exchange.rank: self._arguments})
+        if problem:
+            self.exchange = LONE
+            raise ValueError(problem)
+
+    def gather(self, value: T, where: str = "while passes of the model are measured") -> list[T]:
+        """Return the values of all ranks; raise a `LostRankError` if the first one is lost."""
+        return self.exchange.gather(value, where, needed=False)
+
+    def lose(self, lost: LostRankError) -> None:
+        """Go on without the others."""
+        self.exchange = LONE
+        warn(f"{lost} {ALONE}")
+
+    def begins_again(self, number: int, *, wanted: bool) -> bool:
+        """Return whether everything is measured anew from this pass on, which is a multiple of `WINDOW`.
+
+        A rank in which it is `wanted` announces it.
+        """
+        exchange, key = self.exchange, f"again {self._epoch}"
+        if exchange.alone:
+            return wanted
+        try:
+            if self._again is None and wanted and not exchange.has(key):
+                exchange.post(key, number + WINDOW)
+            if self._again is None and exchange.has(key):
+                self._again = exchange.take(key, len(exchange.ranks))
+        except LostRankError as lost:
+            self.lose(lost)
+        if self._again is None or number < self._again:
+            return False
+        self._again = None
+        self._epoch += 1
+        return True
+
+    def leave(self) -> None:
+        """Take no further part."""
+        self.exchange.leave()
+        self.exchange = LONE

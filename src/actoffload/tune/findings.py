@@ -1,20 +1,20 @@
-"""What the first passes of a model show: plain data, which the ranks of a model can share."""
+"""What the first passes of a model show: plain data, which the ranks of a model share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
-from ..._text import milliseconds, size
-from ...device.base import Backend, usable
-from ...planner import Variant, choose, frontier
-from ...schedule.costs import Link
-from ...schedule.plan import Plan
-from ...tune.costs import HOST_SECONDS, measured_link, scaled_cost
-from .metering import Peak, TimedPass
+from .._text import milliseconds, register, size
+from ..device.base import usable
+from ..planner import Variant, choose, frontier
+from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.plan import Plan
+from .costs import HOST_SECONDS, scaled_cost
+from .timed_pass import Peak
 
 MORE = 0.005  # part of the limit: less additional memory before a pass changes nothing
 LARGEST = 2**20  # times the measured inputs that are looked at
@@ -92,33 +92,12 @@ Of 2 groups 0 are offloaded and 0 recomputed.
 class Room(NamedTuple):
     """Bytes of device memory that a pass may take, None for no limit, and what the leanest pass has shown.
 
-    That is its peak, and the link, with all ranks copying; None if nothing was copied.
+    That is its peak, and the link, with all ranks copying; None if nothing can be copied.
     """
 
     limit: int | None = None
     peak: Peak = Peak()
     link: Link | None = None
-
-    def for_all(self, others: Iterable[Room]) -> Room:
-        """Return the room of a rank whose plan has to fit in others too, with inputs as large as the largest of all.
-
-        Its link is the slowest of all.
-        """
-        everyone = [self, *others]
-        known = [self, *(room for room in everyone[1:] if room.limit is not None)]
-        links = [room.link for room in everyone if room.link is not None]
-        elements = max(room.peak.elements for room in known)  # [guard: ranks whose inputs were short]
-        reserve = self.free(elements) - min(room.free(elements) for room in known)
-        link = Link.slowest(links) if links else None  # [guard: the slowest link of all ranks]
-        return self.less(reserve)._replace(link=link)
-
-    def less(self, reserve: int) -> Room:
-        """Return the room without some bytes of it."""
-        return self if self.limit is None else self._replace(limit=self.limit - reserve)
-
-    def free(self, elements: int) -> int:
-        """Return the bytes that the leanest pass leaves free, with as many elements; negative where it does not fit."""
-        return (self.limit or 0) - self.peak.at(elements)
 
 
 @dataclass
@@ -137,9 +116,10 @@ class Findings:
     tokens: int = 0  # elements of the largest of the inputs
     in_flight: int = 1  # passes whose memory is needed at once
     allocated_before: int = 0  # bytes of device memory before a pass, for which the plan is
-    more: int = 0  # bytes that were allocated in this rank beyond those of the rank that planned
+    # Bytes that a pass takes in this rank beyond those in the first rank, whose memory counts in all else
+    more: int = 0
+    shift: int = 0  # the same before a pass
     bare: Peak = field(default_factory=Peak)  # of a pass in which everything is kept, expected or measured
-    host_bytes: int | None = None  # to which the host memory is reduced at the start of this pass
     excess: int = 0  # bytes by which passes took more memory than the costs of groups add up to
     gradients: tuple[tuple[int, ...], ...] = ()  # bytes that each group finds at its four borders, new in the pass
     outside: float = 0.0  # seconds of a pass before its first group and behind its last one
@@ -151,24 +131,29 @@ class Findings:
     link: Link | None = None  # with all ranks copying; None if nothing can be offloaded
     host_limit: int | None = None  # bytes of host memory that a pass may take
 
-    def room(self, lean: TimedPass, backend: Backend) -> Room:
-        """Return the room of this rank by the leanest pass, which was measured."""
-        meter, self.device_bytes, self.largest = lean.meter, backend.memory_limit(), lean.largest
-        assert meter is not None
-        if not meter.borders:
-            return Room()
-        lean.wait()
-        if self.device_bytes is None:
-            return Room(link=measured_link(meter))
-        # Earlier passes, whose backward is still to come, may keep everything.
-        in_flight = lean.waiting * sum(map(sum, lean.sizes))
-        limit = max(self._most(self.largest, self.device_bytes) - in_flight, 0)
-        return Room(limit, lean.highest(), measured_link(meter)).less(self.short)
+    def for_all(self, rooms: Sequence[Room], own: Room, allocated: int) -> Findings:
+        """Return what the first of some ranks found, for one with its `own` room and so much allocated before a pass.
 
-    def _most(self, largest: float, device_bytes: int) -> int:
-        """Return the bytes that a pass may take, given those of its largest tensor."""
-        most = usable(device_bytes, round(largest))
-        return most if self.budget is None else min(most, self.budget)
+        The plan fits in all of them, with inputs as large as the largest of all.
+        """
+        largest = max(room.peak.elements for room in rooms)  # [guard: ranks whose inputs were short]
+        found = self._scaled(largest / self.size) if largest > self.size > 0 else replace(self)
+        links = [room.link for room in rooms if room.link is not None]
+        found.link = Link.slowest(links) if links else None  # [guard: the slowest link of all ranks]
+        least = rooms[0].peak.at(largest)
+        found.more, found.shift = own.peak.at(largest) - least, allocated - self.allocated_before
+        if self.limit is not None:
+            limits = [room.limit - room.peak.at(largest) for room in rooms if room.limit is not None]
+            found.limit = least + min(limits)
+            found.reserve = self.limit - found.limit
+        return found
+
+    def most(self, factor: float = 1.0) -> int | None:
+        """Return the bytes that a pass may take, with `factor` times as large tensors; None if that is not known."""
+        if self.device_bytes is None:
+            return None
+        most = usable(self.device_bytes, round(factor * self.largest))
+        return max((most if self.budget is None else min(most, self.budget)) - self.short, 0)
 
     def chosen(self, **changes: Any) -> Plan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
@@ -213,7 +198,7 @@ class Findings:
         measured = tokens == self.tokens and limit == self.limit
         room = {} if host_bytes is None else {"host_limit": host_bytes}
         most = None if limit is None else round((1 - ROUNDING) * limit)  # sizes are rounded up
-        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=most, **room)
+        plan = self.plan if measured else self._scaled(tokens / self.tokens).chosen(limit=most, **room)
         return Fit(tokens, self.tokens, plan, limit, host_bytes)
 
     def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
@@ -230,24 +215,28 @@ class Findings:
             least, most = (between, most) if trains(between) else (least, between)
         return self.fit(max(least, 1), limit, host_bytes)
 
-    def _scaled_to(self, tokens: int) -> Findings:
-        """Return what passes with inputs of another size are expected to show."""
-        factor = tokens / self.tokens
-        before, scaled = self.allocated_before - self.more, []
+    def _scaled(self, factor: float) -> Findings:
+        """Return what passes with inputs of `factor` times the size are expected to show."""
+        scaled = []
         for group, gradients in zip(self.ways, self.gradients, strict=True):
-            fixed = [before + nbytes for nbytes in gradients]
+            fixed = [self.allocated_before + nbytes for nbytes in gradients]
             scaled.append(tuple(way.map(partial(scaled_cost, factor=factor, fixed=fixed)) for way in group))
-        excess = math.ceil(max(factor, 1.0) * self.excess)
-        return replace(self, ways=scaled, bare=Peak(), excess=excess, outside=factor * self.outside)
+        return replace(
+            self,
+            ways=scaled,
+            size=round(factor * self.size),
+            tokens=round(factor * self.tokens),
+            bare=Peak(),
+            excess=math.ceil(max(factor, 1.0) * self.excess),
+            outside=factor * self.outside,
+        )
 
     def _limit_at(self, tokens: int, limit: int | None = None) -> int | None:
         """Return the limit for inputs of some size: larger tensors need a larger reserve."""
         if limit is not None:
             return limit - self.reserve
-        if self.limit is None or self.device_bytes is None:
-            return self.limit
-        larger = max(tokens / self.tokens, 1.0) * self.largest
-        return self.limit - self._most(self.largest, self.device_bytes) + self._most(larger, self.device_bytes)
+        now, then = self.most(), self.most(max(tokens / self.tokens, 1.0))
+        return self.limit if self.limit is None or now is None or then is None else self.limit - now + then
 
     @cached_property
     def next_choice(self) -> str:
@@ -272,15 +261,20 @@ class Findings:
             return True
         plan, known = self.plan, self.bare
         if plan is not None and plan.peak_bytes is not None:
-            known = Peak(plan.peak_bytes + self.more, self.size, self.allocated_before)
+            known = Peak(plan.peak_bytes, self.size, self.allocated_before)
         # Where other passes may be in progress, `in_use` says nothing.
-        counts = self.in_flight == 1 and in_use - known.allocated > MORE * self.limit
-        return known.at(elements, in_use if counts else 0) <= max(self.limit, known.nbytes)
+        counts = self.in_flight == 1 and in_use - self.shift - known.allocated > MORE * self.limit
+        return known.at(elements, in_use - self.shift if counts else 0) <= max(self.limit, known.nbytes)
 
-    def in_rank(self, room: Room, allocated: int) -> Findings:
-        """Return what another rank found, for one that has its own room, and so much allocated before a pass."""
-        more, bare = allocated - self.allocated_before, self.bare
-        if bare.nbytes:
-            bare = bare._replace(nbytes=bare.nbytes + more, allocated=bare.allocated + more)
-        limit = self.limit if room.limit is None else room.limit
-        return replace(self, limit=limit, allocated_before=allocated, bare=bare, more=more)
+    def peak_in(self, peak: Peak) -> int:
+        """Return the peak of a pass in this rank as it would be in the first one, with the inputs of the plan.
+
+        It is 0 if it is not known.
+        """
+        if self.in_flight > 1 or not peak.nbytes:
+            return 0
+        # [guard: peaks of passes with smaller inputs or less memory before]
+        return max(peak.at(self.size, self.allocated_before + self.shift) - self.more, 0)
+
+
+register(Findings, Peak, Room, Variant, LayerCost, Saved, Link)

@@ -1,34 +1,33 @@
-"""The passes of a model that are measured: what each is for, how long it takes, and what it saves."""
+"""One pass of a model, or one step of a schedule on a rank: how long it takes, its peak, and what groups save."""
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch.autograd import after_backward
-from ..._torch.modules import opaque
-from ...device.base import StreamEvent, current_stream
-from ...engine.passes import ModelPass
-from ...engine.statistics import Reason
-from ...schedule.execution_order import OUTSIDE
-from ...tune.meter import Meter, saved_in
-from ..follow import ModelState
-from ..replays import OperatorTimes
-
-BUSY = 0.02
-"""Seconds for which the device is kept busy before a measured pass."""
+from .._torch.autograd import after_backward
+from .._torch.modules import opaque
+from ..device.base import StreamEvent, current_stream
+from ..engine.engine import Engine
+from ..engine.passes import ModelPass
+from ..engine.statistics import Reason
+from ..schedule.execution_order import OUTSIDE
+from .meter import Meter, saved_in
 
 
-class Stage(enum.Enum):
-    """What a pass of a model, or a step of a pipeline, is for."""
+@dataclass(frozen=True)
+class Shown:
+    """What a pass or step showed in one rank."""
 
-    FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
-    LEAN = "everything is replayed and offloaded, measured by group"
-    PLAN = "the plan, timed"
+    seconds: float
+    peak: int = 0  # bytes of device memory, with inputs of the size that the plan is for; 0 if not known
+    elements: int = 0  # of the inputs
+    ran: bool = True  # its groups were called
+    refused: bool = False  # saved tensors stayed on the device for lack of host memory
 
 
 class Peak(NamedTuple):
@@ -50,44 +49,39 @@ class Peak(NamedTuple):
 
 
 class TimedPass:
-    """One pass of the model, which begins now: in `Stage.LEAN` measured by group, and with `memory` also its peak."""
+    """One pass or step, which begins now.
 
-    def __init__(self, stage: Stage, inputs: Sequence[torch.Tensor], state: ModelState, *, memory: bool) -> None:
-        self.stage, self._memory = stage, memory
-        self._backend, self._counters = backend, counters = state.engine.backend, state.engine.counters
+    With a `meter` it is measured by group.  With `memory` the host waits for it, and its time and peak are read.
+    """
+
+    def __init__(
+        self, engine: Engine, inputs: Sequence[torch.Tensor] = (), meter: Meter | None = None, *, memory: bool = True
+    ) -> None:
+        self._memory, self.meter = memory, meter
+        self._backend, self._counters = backend, counters = engine.backend, engine.counters
         self.thread = threading.get_ident()  # that runs its forward
         self.elements, self.tokens = sum(tensor.numel() for tensor in inputs), count_tokens(inputs)
         self.ended: StreamEvent | None = None
+        self.operators: Any = None  # times of the operators of recomputed groups, if they are measured
         self.sequence: tuple[int, ...] = ()
         self.sizes: list[tuple[int, ...]] = []  # by group: bytes of the storages that it saves
         self.adopted = 0  # bytes saved between the groups and offloaded with one
         self.shared = 0  # bytes that many groups save
         self.waiting = 0  # earlier passes whose backward is still to come
         self.graphless = frozenset[int]()  # groups that ran and saved nothing, as they are frozen
-        self.refused = 0  # saved tensors for which there was no host memory
         self._refused_before = counters.kept(Reason.HOST_FULL)
-        self.peak = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
-        if stage is Stage.LEAN:
-            backend.occupy(BUSY)
+        self.peak = 0  # bytes of device memory, from its begin to its end; 0 if not known
         self.allocated = (backend.allocated() or (0, 0))[0] if memory else 0  # bytes of device memory before it
         self._begun = backend.record_timed(current_stream(backend))
-        self.meter: Meter | None = None
-        if stage is Stage.LEAN:
-            modules = [module for group in state.groups if (module := group.ref()) is not None]
-            parts = dict.fromkeys(part for group in modules for part in group.modules())
-            self.meter = Meter(backend, counters, memory=True, modules=parts)
-            state.engine.record(self.meter)
-        self.operators = OperatorTimes(backend) if stage is Stage.FIRST else None  # of the groups that are recomputed
+        if meter is not None:
+            engine.record(meter)
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Note the end of the first backward that comes to one of the outputs."""
-        backend = self._backend
+        """End with the first backward that comes to one of the outputs."""
 
         def ended() -> None:
-            if self.ended is None and not backend.capturing():
-                self.ended = backend.record_timed(current_stream(backend))
-                if self._memory:
-                    self.peak = (backend.allocated() or (0, 0))[1]
+            if self.ended is None and not self._backend.capturing():
+                self.end()
 
         def reached(_: Any) -> None:
             after_backward(ended)
@@ -96,9 +90,14 @@ class TimedPass:
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(reached)
 
+    def end(self) -> None:
+        """End here."""
+        self.ended = self._backend.record_timed(current_stream(self._backend))
+        if self._memory:
+            self.peak = (self._backend.allocated() or (0, 0))[1]
+
     def saw(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Take what the groups saved in the forward."""
-        self.refused = self._counters.kept(Reason.HOST_FULL) - self._refused_before
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
@@ -107,13 +106,16 @@ class TimedPass:
         living = {storage for layer in done.layers for storage in layer.living()}
         self.shared = sum(storage.nbytes for storage in living if OUTSIDE in storage.layers)
 
+    def shown(self, peak: int, *, ran: bool = True) -> Shown:
+        """Return what it showed; the peak is that for the inputs of the plan.  `ran`: its groups were called."""
+        refused = self._counters.kept(Reason.HOST_FULL) > self._refused_before
+        return Shown(self.seconds() if self._memory else 0.0, peak, self.elements, ran=ran, refused=refused)
+
     def wait(self) -> None:
         """Wait until the device has run it, with its copies."""
-        backend = self._backend
-        if self.ended is None:
-            return
-        if not backend.passed(self.ended):
-            backend.synchronize(backend.current_device())
+        assert self.ended is not None
+        if not self._backend.passed(self.ended):
+            self._backend.synchronize(self._backend.current_device())
         if self.meter is not None:
             self.meter.wait()
 
@@ -126,14 +128,12 @@ class TimedPass:
 
     def seconds(self) -> float:
         """Wait until it has ended, and return how long it took."""
-        assert self.ended is not None
         self.wait()
         return self._backend.elapsed(self._begun, self.ended)
 
     def outside(self) -> float:
         """Return the seconds of it before its first group and behind the last one."""
         assert self.meter is not None
-        assert self.ended is not None
         elapsed = self._backend.elapsed
         last = [*self.meter.borders.values()][-1].event
         return elapsed(self._begun, self.meter.first) + elapsed(last, self.ended)

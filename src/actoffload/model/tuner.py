@@ -1,0 +1,477 @@
+"""The default of `offload`: measure the first passes, then follow the plan that came out.
+
+What passes are for is in `Script`; what they show of a model is here, and how passes are followed.  The script runs
+again when more memory is allocated before a pass than was planned with, or all inputs have become larger.
+
+A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read later: the
+host waits for the device once for each pass that is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from .._text import milliseconds, size
+from .._torch.tensors import leaves
+from .._warnings import warn
+from ..engine.passes import ModelPass
+from ..planner import OperatorCost, Variant
+from ..replay import Policy
+from ..schedule.execution_order import Roles, remap
+from ..schedule.plan import Plan
+from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
+from ..tune.exchange import WINDOW, LostRankError, ModelRanks
+from ..tune.findings import Findings, Room
+from ..tune.meter import Meter
+from ..tune.script import MISSED, RECOMPUTING, Obstacle, OutdatedError, Script, Stage, Steps, Trial, fits
+from ..tune.timed_pass import Peak, Shown, TimedPass
+from .follow import ModelState
+from .replays import OperatorTimes
+from .steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
+
+T = TypeVar("T")
+
+logger = logging.getLogger("actoffload")
+
+BUSY = 0.02  # seconds for which the device is kept busy before a pass that is measured by group
+HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
+LARGER = 16  # passes in a row that may not fit with the plan that is kept, before another one is made
+LESS = 0.05  # part of the memory that plans leave after the device ran out of it
+
+MEASURING = "This is the plan of the first steps, which are measured."
+ALONE = (
+    "No step can be timed, because parts of the model are called and not the module that was passed to offload: call "
+    "that module, or offload the one that is called."
+)
+FORWARDS = "Several forwards run before a backward, so no pass can be timed."
+
+
+class ModelScript(Script[Plan]):
+    """What the first passes of a model show, and the plan that follows from it.
+
+    It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
+
+    `found` has what is known before the passes, and takes what they show.  `policies` are those of the groups that
+    plans may replay.
+    """
+
+    def __init__(self, state: ModelState, found: Findings, policies: Mapping[int, Policy], ranks: ModelRanks) -> None:
+        self._state, self._policies, self._ranks, self.found = state, policies, ranks, found
+        self._engine, self._backend = state.engine, state.engine.backend
+        self.timed: TimedPass | None = None  # the pass that has ended, if it was measured
+        self.elements = self.in_use = 0  # of the inputs of the pass that begins, and bytes in use before it
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in order."""
+        return self._ranks.gather(value)
+
+    def ended(self) -> TimedPass | None:
+        """Return the pass that has ended, once; None if it was not measured."""
+        timed, self.timed = self.timed, None
+        groups = self._state.groups
+        # [guard: group that is deleted while passes are measured]
+        if timed is not None and any(groups[group].ref() is None for group in timed.sequence):
+            return None
+        return timed
+
+    def shown(self, timed: TimedPass) -> Shown:
+        """Return what a pass showed here."""
+        idle = self.found.plan is not None and self.found.plan.idle
+        peak = self.found.peak_in(Peak(timed.peak, timed.elements, timed.allocated))
+        return timed.shown(peak, ran=bool(timed.sequence) or idle)
+
+    def obstacle(self) -> Obstacle:
+        """Return why the pass that begins now may not fit with the plan that is tried."""
+        if self.found.fits(self.elements, self.in_use):
+            return Obstacle.NONE
+        return Obstacle.INPUTS if self.found.fits(0, self.in_use) else Obstacle.MEMORY
+
+    def traced(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether the operators of all replayed groups are known, or what compiled ones save."""
+        latest = traced[-1]
+        ran = set(self._state.plans.order)
+        known = {group for group in latest.sequence if self._state.groups[group].is_compiled}
+        known |= latest.graphless  # [guard: groups that are frozen]
+        known.update(*(timed.operators.groups for timed in traced))
+        # [guard: first pass without inputs -> True]
+        return latest.elements > 0 and known >= ran & self._policies.keys()
+
+    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> tuple[Plan, ...]:
+        """Plan with the costs of the first rank, for the memory of all."""
+        own = self._room(lean)
+        costs = self._measured(traced, lean) if self._ranks.exchange.leads else None
+        gathered = self.gather((own, costs))
+        first = gathered[0][1]
+        assert first is not None
+        found = self.found = first.for_all([room for room, _ in gathered], own, self.found.allocated_before)
+        self.size = found.size
+        if not found.ways:
+            found.plan = Plan(max(len(found.names), 1), names=found.names, because="No group has run.")
+            return (found.plan,)
+        if found.limit is not None:
+            # Earlier passes, whose backward is still to come, may keep everything.
+            kept = sum(group[0].cost.nbytes for group in found.ways)
+            found.limit = max(found.limit - (found.in_flight - 1) * kept, 0)
+        plan = found.chosen(limit=None)
+        found.bare = Peak(plan.peak_bytes or 0, found.size, found.allocated_before)
+        if found.limit is None or found.bare.nbytes <= found.limit:
+            plan = replace(plan, because=fits(found.bare.nbytes, found.limit), baseline_peak_bytes=None)
+        else:
+            plan = found.chosen()
+        self.limits = [math.inf if found.limit is None else found.limit]
+        return (plan,)
+
+    def tries(self, plans: tuple[Plan, ...]) -> bool:
+        """Return whether the plan is tried."""
+        return self.found.limit is not None and bool(self.found.ways)
+
+    def _room(self, lean: TimedPass) -> Room:
+        """Return the room of this rank by the leanest pass."""
+        found, meter = self.found, lean.meter
+        assert meter is not None
+        found.allocated_before = max(meter.allocated_before, found.allocated_before)
+        if not meter.borders:
+            return Room()
+        link = measured_link(meter) or probed_link(self._backend, self._engine.host_room())
+        found.device_bytes, found.largest = self._backend.memory_limit(), lean.largest
+        return Room(found.most(), lean.highest(), link)
+
+    def _measured(self, traced: Sequence[TimedPass], lean: TimedPass) -> Findings:
+        """Return what was measured in this rank."""
+        found, meter, room = self.found, lean.meter, self._engine.host_room()
+        assert meter is not None
+        found.limit = None if not meter.borders else found.most()
+        found.names, found.adopts = self._state.names(lean.sequence), lean.adopted > 0
+        found.in_flight, found.size, found.tokens = 1 + lean.waiting, lean.elements, lean.tokens
+        found.gradients = gradient_bytes(meter, len(lean.sizes))
+        # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
+        found.excess = lean.shared  # [guard: room for what groups share]
+        if lean.sequence:
+            found.outside, found.ways = lean.outside(), self._ways(traced, lean, meter)
+        if room is not None:  # [guard: plans for the host memory that there is]
+            found.host_limit = room // found.in_flight
+        return found
+
+    def _ways(self, traced: Sequence[TimedPass], lean: TimedPass, meter: Meter) -> list[tuple[Variant, ...]]:
+        """Return the ways to run each group, the first of them without replay."""
+        groups = [self._state.groups[group] for group in lean.sequence]
+        compiled = {k for k, group in enumerate(groups) if group.is_compiled}
+        kinds = [kind_of(group.module) for group in groups]
+        costs = layer_costs(meter, lean.sizes, kinds, compiled, self.found.allocated_before)
+        operators: dict[int, list[OperatorCost]] = {}
+        saved: dict[int, list[int]] = {}
+        for each in traced:
+            # [guard: operators of inputs of another size -> True]
+            factor = lean.elements / each.elements if lean.elements and each.elements else 1.0
+            for number, costs_of_group in each.operators.costs().items():
+                operators[number] = [larger_operator(cost, factor) for cost in costs_of_group]
+            for number, sizes in each.operators.saved.items():
+                saved[number] = [math.ceil(factor * nbytes) for nbytes in sizes]
+        numbers = [group.group for group in groups]
+        return ways_of(numbers, costs, self._policies, operators, saved, self._backend.batch)
+
+    # Trials
+
+    def follow(self, plans: tuple[Plan, ...]) -> None:
+        """Follow a plan from the pass on that begins now, for which its host memory is pinned."""
+        (self.found.plan,) = plans
+        nbytes = self.found.plan.offloaded_bytes * self.found.in_flight
+        self._engine.trim(keep=nbytes)
+        self._engine.pin(nbytes)
+        # Blocks that were cut for the passes before would leave gaps for those with this plan.
+        self._backend.release_device()
+
+    def took(self, trial: Trial[Plan]) -> None:
+        """Note what a plan took, which others take, too."""
+        found, (plan,), (peak,) = self.found, trial.plans, trial.peaks
+        if peak and plan.idle:
+            found.bare = Peak(peak, found.size, found.allocated_before)
+        found.excess += trial.excess[0]  # [guard: room for what passes take]
+        if trial.refused:
+            # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
+            wanted, room = plan.offloaded_bytes * found.in_flight, self._engine.host_room()
+            held = min(self.gather(wanted if room is None else min(room, wanted)))
+            found.host_limit = int((1 - HOST_GAPS) * held) // found.in_flight
+
+    def replanned(self, excess: Sequence[int], best: Trial[Plan] | None) -> tuple[Plan, ...]:
+        """Return a plan by what others have shown; after the trial of the `best` one that with whole replay.
+
+        The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out there.
+        There is none if nothing may be replayed, it is too large, or what it takes is not known; nor if the best takes
+        less than the groups alone in the leanest pass, without what compute has waited for.
+        """
+        found, ways, limit = self.found, self.found.ways, (self.found.limit or math.inf) - excess[0]
+        if best is None:
+            return (found.chosen(),)
+        found.pace = best.seconds / (best.plans[0].seconds or best.seconds)
+        if found.in_flight > 1 or best.plans[0].peak_bytes is None or all(len(group) == 1 for group in ways):
+            return ()
+        pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
+        least = sum(min(cost.forward + cost.backward for cost in pair) for pair in pairs)
+        if best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
+            self.untried = f"{RECOMPUTING} takes at least {milliseconds(least)} a pass."
+            return ()
+        plan = found.chosen(excess=excess[0], whole=True)
+        peak = (plan.peak_bytes or 0) - found.excess
+        return () if peak > limit else (replace(plan, peak_bytes=peak + excess[0]),)
+
+
+class Tuner:
+    """Gives each pass its purpose, and keeps the plan as long as it fits.
+
+    `budget` is the device memory in bytes that forward and backward may take, None for all that there is.  `policies`
+    have for each group how it is replayed: `always`, or only if the memory is not enough.
+    """
+
+    def __init__(
+        self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: ModelRanks, *, always: bool
+    ) -> None:
+        self._state, self._engine, self._log = state, state.engine, state.log
+        self._policies, self._ranks, self._budget = policies, ranks, budget
+        self._always: Mapping[int, Policy] = policies if always else {}
+        self._lock = threading.Lock()
+        self._number = 0
+        self._timed: TimedPass | None = None  # the pass in progress, or the latest
+        self._settled = 0  # pass since which there is a plan
+        self._alone = False  # the groups are called, and not the model
+        self._chosen: Findings | None = None  # whose plan is kept
+        self._roles: RolesOfPlan | None = None  # of the latest plan
+        self._larger = 0  # passes in a row that do not fit with the plan that is kept
+        self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
+        self._short = 0  # bytes that earlier plans counted on and did not find
+        self.stage: Stage | None = None  # of the present pass; None once there is a plan
+        self._steps: Steps[tuple[Plan, ...]] | None = None  # None once there is a plan
+        self._begin(1)
+
+    def _begin(self, number: int, allocated: int = 0) -> None:
+        """Run the script from this pass on; `allocated`: bytes before a pass that may come again."""
+        self._begun, self.stage = number, Stage.FIRST
+        found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
+        self._script = ModelScript(self._state, found, {} if self._always else self._policies, self._ranks)
+        self._steps = self._script.run()
+
+    # What is known
+
+    @property
+    def settling(self) -> bool:
+        """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
+        return self._steps is not None and not self._alone and self._script.missed <= MISSED
+
+    def plan(self) -> Plan:
+        """Return the plan, or what is done until there is one."""
+        if self._chosen is None or self._chosen.plan is None:
+            because = ALONE if self._alone else MEASURING if self.settling else FORWARDS
+            return scheduled_plan(self._state, because, self._always)
+        order = self._state.plans.order
+        return recomputing(remap(self._chosen.plan, self._state.names()), order, self._always)
+
+    def costs(self) -> Findings:
+        """Return what was measured for the plan."""
+        chosen = self._chosen
+        if chosen is None or not chosen.ways:
+            yet = " yet: run steps until handle.settling is False" if self.settling else ""
+            raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
+        return chosen
+
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
+        return "" if self._chosen is None else self._chosen.next_choice
+
+    # One pass
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Return how this pass is followed; plan first if enough was measured."""
+        with self._lock:
+            self._alone = alone and not busy
+            if alone or busy:
+                return self._whole()
+            aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
+            if aside:
+                self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
+                if self._ranks.exchange.alone:
+                    return self._whole()
+            self._number += 1
+            tensors = list(leaves(inputs))
+            elements = sum(tensor.numel() for tensor in tensors)
+            in_use = self._engine.backend.in_use() or 0
+            self._look_for_failures()
+            if self._steps is None and self._number % WINDOW == 0 and self._renews(in_use):
+                self._begin(self._number)
+            if self._steps is not None:
+                self._advance(elements, in_use)
+            if aside:
+                return self._whole()
+            if self._steps is None:
+                return self._settled_pass(elements, in_use)
+            return self._measured_pass(tensors)
+
+    def forward_ends(self, output: Any) -> None:
+        """Time the pass until the end of its backward."""
+        timed = self._timed
+        if timed is not None and timed.thread == threading.get_ident():
+            timed.watch(leaves(output))
+
+    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+        """Take what a forward saved."""
+        self._state.plans.learn(sequence)
+        timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
+        if timed is not None:
+            timed.saw(done, sequence)
+        self._log.forward_done(done, sequence)
+        if timed is not None:
+            timed.waiting = self._log.waiting(done)
+
+    def retire(self) -> None:
+        """Stop measuring."""
+        with self._lock:
+            self._drop()
+            self._ranks.leave()
+
+    def _drop(self) -> TimedPass | None:
+        """End measuring the pass before this one; return it if all of it was measured."""
+        timed, recorder = self._timed, self._engine.recorder
+        self._timed = None
+        if isinstance(recorder, Meter):
+            self._engine.record(None)
+        if timed is None or timed.ended is None or (timed.meter is not None and timed.meter is not recorder):
+            return None  # a step was recorded in it, or there was no backward
+        return timed
+
+    # The script
+
+    def _advance(self, elements: int, in_use: int) -> None:
+        """Go on by what the pass before this one showed."""
+        script = self._script
+        script.timed, script.elements, script.in_use = self._drop(), elements, in_use
+        try:
+            assert self._steps is not None
+            self.stage = next(self._steps)
+        except StopIteration as stop:
+            if stop.value is not None:
+                self._settle(stop.value[0])
+            else:  # an interrupt had ended it
+                self._ranks.leave()
+                self._restart()
+        except OutdatedError:
+            # Where other passes are in progress, their memory goes again.
+            self._restart(0 if script.found.in_flight > 1 else in_use)
+        except LostRankError as lost:
+            self._ranks.lose(lost)
+            if self._chosen is None:
+                self._restart()
+            else:
+                self._steps = self.stage = None
+
+    def _restart(self, allocated: int = 0) -> None:
+        """Begin again with this pass."""
+        self._begin(self._number, allocated)
+        assert self._steps is not None
+        self.stage = next(self._steps)
+
+    def _look_for_failures(self) -> None:
+        """Run the script again, for less memory, if the device ran out of it with a plan."""
+        failed, limit = self._engine.backend.out_of_memory_errors(), self._script.found.limit
+        if failed > self._failed and limit is not None and self._ranks.exchange.alone:
+            self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
+            self._begin(self._number)
+            less = f"plans leave {size(self._short)} of it from here on"
+            logger.warning("The device ran out of memory with the plan of %s: %s.", self._state.root.name, less)
+        self._failed = failed
+
+    def _measured_pass(self, tensors: Sequence[Any]) -> PassSettings:
+        """Return how a pass of the script is followed."""
+        stage, engine, backend = self.stage, self._engine, self._engine.backend
+        meter = None
+        if stage is Stage.LEAN:
+            modules = [module for group in self._state.groups if (module := group.ref()) is not None]
+            parts = dict.fromkeys(part for group in modules for part in group.modules())
+            meter = Meter(backend, engine.counters, memory=True, modules=parts)
+            backend.occupy(BUSY)
+        memory = stage is Stage.PLAN and self._script.found.limit is not None
+        self._timed = timed = TimedPass(engine, tensors, meter, memory=memory)
+        if stage is Stage.FIRST:
+            timed.operators = OperatorTimes(backend)
+        return self._planned(self._script.found) if stage is Stage.PLAN else self._leanest(timed.operators)
+
+    def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
+        # Where no host memory may be used, what replay needs is kept.
+        roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
+        return PassSettings(
+            Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), self._policies, operators
+        )
+
+    def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings:
+        """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
+        roles = self._roles_of(found)
+        if not (whole or roles.plan.offloaded or roles.recompute):
+            self._engine.counters.passes += 1
+            return PassSettings(Mode.IDLE)
+        mode = Mode.WHOLE if whole or found.adopts else Mode.SCOPED
+        return PassSettings(mode, self._state.plans.order, roles.roles, roles.recompute)
+
+    def _whole(self) -> PassSettings:
+        """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
+        # The host memory that this plan does not need was freed, and a captured pass can take none.
+        trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
+        found = self._script.found if trying else self._chosen
+        return self._leanest() if found is None else self._planned(found, whole=True)
+
+    def _roles_of(self, found: Findings) -> RolesOfPlan:
+        assert found.plan is not None
+        if self._roles is None or self._roles.plan is not found.plan:
+            # Blocks may be skipped at random: the measured pass may not have had some that come later.
+            full = found.limit is not None and found.bare.at(found.size) > found.limit
+            self._roles = RolesOfPlan(self._state, found.plan, self._always, offload_others=full)
+        return self._roles
+
+    # The plan
+
+    def _settle(self, plan: Plan) -> None:
+        """Keep a plan from now on."""
+        chosen = self._chosen = self._script.found
+        chosen.plan = plan
+        self._steps = self.stage = None
+        self._settled, self._larger = self._number, 0
+        if not plan.offloaded:
+            self._engine.trim()
+        peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
+        if chosen.budget is not None and peak is not None and peak > chosen.budget:
+            warn(
+                f"memory_budget is {size(chosen.budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
+                "that plan is used."
+            )
+        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._state.root.name}"
+        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
+        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in passes {self._begun} to"
+        logger.info("%s", f"{line} {self._number - 1}. {plan.because}".strip())
+
+    def _renews(self, in_use: int) -> bool:
+        """Return whether the script runs again from this pass on.
+
+        It does if more memory is in use than the plan was made for, or all inputs have become larger.
+        """
+        chosen = self._chosen
+        assert chosen is not None
+        # [guard: first batch smaller than the others]
+        wanted = self._larger >= LARGER or not chosen.fits(0, in_use)
+        return self._ranks.begins_again(self._number, wanted=wanted)
+
+    def _settled_pass(self, elements: int, in_use: int) -> PassSettings:
+        """Return how a pass is followed once there is a plan."""
+        chosen = self._chosen
+        assert chosen is not None
+        fits = chosen.fits(elements, in_use)
+        self._larger = 0 if fits else self._larger + 1
+        if fits:
+            # The pass before may have tried another plan, and the report is about the latest one with all groups.
+            first = self._number == self._settled  # [guard: report of the plan that is kept -> False]
+            return self._planned(chosen, whole=first)
+        # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
+        if self._ranks.exchange.alone:
+            return self._leanest()
+        return replace(self._leanest(), recompute=self._roles_of(chosen).recompute)

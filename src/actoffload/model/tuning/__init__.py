@@ -1,1 +1,0 @@
-"""The measured default: passes that are timed, what they show, and the plan that follows, alike in all ranks."""

@@ -1,0 +1,321 @@
+"""The first passes of a model, or the first steps of a pipeline: measure two, and keep the fastest plans that fit.
+
+`[Note: the first passes]`  Nothing is known before the first pass, and it must fit where any plan does.  So it is the
+leanest there is: every group is replayed in backward, and what it needs for that is offloaded.  It traces and proves
+the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
+bytes, times, and the rates of copies with all ranks copying.  Events would measure a host that is slower than the
+device, so the device is kept busy before each group while the host queues it.  From both passes follows what each group
+costs in every other way.  A compiled group has no operators to time: it runs again as a whole, and what it would save
+otherwise is counted where it is dropped.  Then the planner chooses the fastest plan that fits, and it is tried.
+
+`[Note: trials of plans]`  Groups and copies are measured each for itself.  Whether a whole pass takes as long as was
+simulated, and no more memory, is known only when it has run.  The first pass with a plan takes host and device memory,
+its second is timed.  One that takes longer than was simulated runs once more, because the host may have paused, and the
+faster of the two counts.  If a plan takes more memory than its limit, one for as much less is tried.  Last, every group
+is replayed as a whole, as activation checkpointing would do it: no predicted time counts there.  Whole replay is kept
+if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the host that
+varies from pass to pass.
+
+`[Note: ranks decide together]`  The ranks of a sharded or data-parallel model, and those of a pipeline, wait for each
+other.  If each decided by itself, one would replay everything while another times its plan.  So all ranks run the same
+script: each gathers from all what a pass has shown, and decides by nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Generic, TypeAlias, TypeVar
+
+from .._text import milliseconds, register, size
+from ..schedule.plan import AnyPlan
+from .timed_pass import Shown, TimedPass
+
+TRACES = 2  # passes in which groups are traced
+FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
+PATIENCE = 6  # passes that are run until one counts
+MISSED = 4  # passes in a row that do not count: cannot be timed, or may not fit with the plan that is tried
+LONGER = 0.05  # part of the simulated time by which a pass takes longer that is timed once more
+TRIES = 3  # plans of a kind that are tried because those before took more than the limit
+SCATTER = 0.03  # part of its time by which whole replay is faster where it is kept
+
+RECOMPUTING = "Recomputing every group, about what checkpointing does,"
+
+P = TypeVar("P", bound=AnyPlan)
+T = TypeVar("T")
+
+
+class Stage(enum.Enum):
+    """What a pass of a model, or a step of a pipeline, is for."""
+
+    FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
+    LEAN = "everything is replayed and offloaded, measured by group"
+    PLAN = "the plan, timed"
+
+
+class Obstacle(enum.IntEnum):
+    """Why a pass with the plan that is tried may not fit."""
+
+    NONE = 0
+    INPUTS = 1
+    MEMORY = 2  # is in use beside it
+
+
+register(Obstacle, Shown)
+
+
+class OutdatedError(Exception):
+    """What was measured does not hold any more."""
+
+
+@dataclass(frozen=True)
+class Trial(Generic[P]):
+    """Plans that have run: the one of a model, or those of all ranks of a pipeline."""
+
+    plans: tuple[P, ...]
+    seconds: float  # of a whole pass or step
+    peaks: Sequence[int]  # bytes of device memory for each plan; 0 if not known
+    limits: Sequence[float]  # of these
+    refused: bool = False  # there was less host memory than planned
+
+    @property
+    def excess(self) -> list[int]:
+        """Bytes by which each plan took more than was predicted."""
+        return [max(peak - (plan.peak_bytes or 0), 0) for peak, plan in zip(self.peaks, self.plans, strict=True)]
+
+    @property
+    def over(self) -> float:
+        """Bytes by which one exceeded its limit, or its prediction if that is more."""
+        each = zip(self.peaks, self.limits, self.plans, strict=True)
+        return max(int(self.refused), *(peak - max(limit, plan.peak_bytes or 0) for peak, limit, plan in each))
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is kept."""
+        return all(plan.idle for plan in self.plans)
+
+
+Steps: TypeAlias = Generator[Stage, None, T]
+
+
+class Script(ABC, Generic[P]):
+    """What the first passes are for: `run` is advanced when one begins, and yields what that is for.
+
+    A class for models and one for pipelines say what is measured, and how plans follow from it.
+    """
+
+    unit = "pass"
+    size = 0  # elements of the inputs that the plan is for
+    missed = 0  # passes in a row that did not count, the same in all ranks
+    untried = ""  # why whole replay is not tried, in a sentence
+    limits: Sequence[float] = ()  # bytes of device memory for each plan
+    _most = 0  # elements of inputs so far
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in order."""
+
+    @abstractmethod
+    def ended(self) -> TimedPass | None:
+        """Return the pass that has ended, once; None if it was not measured."""
+
+    @abstractmethod
+    def shown(self, timed: TimedPass) -> Shown:
+        """Return what a pass showed here."""
+
+    @abstractmethod
+    def traced(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether the operators of all groups are known that may be replayed."""
+
+    @abstractmethod
+    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> tuple[P, ...]:
+        """Return the plans that follow from what was measured, and set the limits of them."""
+
+    @abstractmethod
+    def replanned(self, excess: Sequence[int], best: Trial[P] | None) -> tuple[P, ...]:
+        """Return plans that take so many bytes less, or none; after the trial of the best ones those of whole replay.
+
+        The prediction of a plan includes its excess.
+        """
+
+    @abstractmethod
+    def follow(self, plans: tuple[P, ...]) -> None:
+        """Follow plans from the pass on that begins now."""
+
+    def obstacle(self) -> Obstacle:
+        """Return why the pass that begins now may not fit with the plan that is tried."""
+        return Obstacle.NONE
+
+    def took(self, trial: Trial[P]) -> None:
+        """Note what plans without whole replay took."""
+
+    @property
+    def times(self) -> bool:
+        """Whether time is measured."""
+        return True
+
+    def tries(self, plans: tuple[P, ...]) -> bool:
+        """Return whether the plans are tried."""
+        return self.times
+
+    # The passes
+
+    def run(self) -> Steps[tuple[P, ...]]:
+        """Yield what each pass is for, and return the plans to keep; see [Note: the first passes].
+
+        Raises an `OutdatedError` if everything has to be measured anew.
+        """
+        traced, known = list[TimedPass](), False
+        while not known and len(traced) < TRACES:
+            traced.append((yield from self._pass(Stage.FIRST))[0])
+            known = all(self.gather(self.traced(traced)))
+        lean = traced[-1]
+        if self.times:
+            lean = (yield from self._pass(Stage.LEAN))[0]
+            lean.wait()
+        plans = self.planned(traced, lean)
+        if not self.tries(plans):
+            return plans
+        return (yield from self.keep_best(plans))
+
+    def _pass(self, stage: Stage) -> Steps[tuple[TimedPass, list[Shown]]]:
+        """Yield a stage until a pass of it counts, and return that pass, and what it showed in all ranks.
+
+        It has to call groups: the model may take another branch at times.  The plan is for the largest inputs: the last
+        batch of an epoch is often smaller.  Where inputs are larger than all before, groups are traced and proven
+        again, which takes time.  After some passes the largest counts.
+        """
+        passes = list[tuple[TimedPass, list[Shown]]]()
+        while len(passes) < PATIENCE:
+            obstacle = max(self.gather(self.obstacle())) if stage is Stage.PLAN else Obstacle.NONE
+            if obstacle is Obstacle.MEMORY or (obstacle and self.missed >= MISSED):
+                raise OutdatedError  # [guard: first steps that are outdated]
+            self.missed += 1
+            if obstacle:  # such a pass replays and offloads everything
+                yield Stage.FIRST
+                continue
+            yield stage
+            timed = self.ended()
+            shown = self.gather(None if timed is None else self.shown(timed))
+            known = [each for each in shown if each is not None]
+            if timed is None or len(known) < len(shown):
+                continue
+            passes.append((timed, known))
+            self.missed, before, elements = 0, self._most, _elements(known)
+            self._most = max(before, elements)
+            # [guard: inputs that are smaller than before, or larger -> True]
+            alike = FULL * self._most <= elements <= before / FULL
+            # [guard: passes that call no group -> True]
+            if stage is Stage.FIRST or (alike and all(each.ran for each in known)):
+                return passes[-1]
+        found = max(passes, key=lambda each: (all(shown.ran for shown in each[1]), _elements(each[1])))
+        self._most = _elements(found[1])  # those that are larger still are rare
+        return found
+
+    # Trials
+
+    def _try(self, plans: tuple[P, ...], whole: bool) -> Steps[Trial[P]]:
+        """Run passes with some plans, or with `whole` replay; see [Note: trials of plans]."""
+        self.follow(plans)
+        first = [] if whole else [(yield from self._pass(Stage.PLAN))[1]]
+        if first:
+            trial = self._trial(plans, first, first)
+            if trial.refused or any(peak > limit for peak, limit in zip(trial.peaks, trial.limits, strict=True)):
+                return trial
+        timed = [(yield from self._pass(Stage.PLAN))[1]]
+        expected = max(plan.seconds or inf for plan in plans)
+        if self._seconds(timed[0]) > (1 + LONGER) * expected:  # [guard: passes in which the host paused]
+            timed.append((yield from self._pass(Stage.PLAN))[1])
+        return self._trial(plans, first + timed, timed)
+
+    def _trial(
+        self, plans: tuple[P, ...], passes: Sequence[Sequence[Shown]], timed: Sequence[Sequence[Shown]]
+    ) -> Trial[P]:
+        """Return what all passes with some plans took, and how long those that are timed."""
+        count, refused = len(plans), any(each.refused for each in passes[0])
+        peaks = [max(each.peak for shown in passes for each in shown[k::count]) for k in range(count)]
+        peaks = [0 if plan.peak_bytes is None else peak for plan, peak in zip(plans, peaks, strict=True)]
+        return Trial(plans, min(map(self._seconds, timed)), peaks, self.limits, refused)
+
+    def _seconds(self, shown: Sequence[Shown]) -> float:
+        """Return the seconds of a pass as with inputs of the size that the plan is for."""
+        seconds = max(each.seconds for each in shown)
+        return max(seconds / max(_elements(shown), 1) * max(self.size, 1), 1e-9)
+
+    def keep_best(self, plans: tuple[P, ...]) -> Steps[tuple[P, ...]]:
+        """Try plans, and others that follow, and return the best; see [Note: trials of plans]."""
+        best, whole = (yield from self._fitted(plans, None)), list[Trial[P]]()
+        assert best is not None
+        kept = best
+        if not best.idle:
+            kept = (yield from self._fitted(self.replanned([0] * len(plans), best), best, whole)) or best
+        because = self.untried
+        if kept is not best:
+            took = f"a {self.unit} takes {milliseconds(kept.seconds)}, with another plan {milliseconds(best.seconds)}"
+            because = f"Every group is recomputed: {took}."
+        elif whole and not whole[-1].over:
+            because = f"{RECOMPUTING} takes {milliseconds(whole[-1].seconds)} a {self.unit}."
+        return tuple(self._described(best, kept, k, because) for k in range(len(plans)))
+
+    def _fitted(
+        self, plans: tuple[P, ...], before: Trial[P] | None, trials: list[Trial[P]] | None = None
+    ) -> Steps[Trial[P] | None]:
+        """Try plans, and smaller ones as long as the limit is exceeded and no better ones are known.
+
+        With the best trial `before`, they are those of whole replay.
+        """
+        trials, best = [] if trials is None else trials, before
+        known = [] if best is None else [[plan.work for plan in best.plans]]
+        excess = [0] * len(plans)
+        while plans and [plan.work for plan in plans] not in known:
+            trial = yield from self._try(plans, before is not None)
+            trials.append(trial)
+            known.append([plan.work for plan in plans])
+            excess = list(map(sum, zip(excess, trial.excess, strict=True)))
+            if before is None:
+                self.took(trial)
+            # The limit comes first; where two exceed it alike, or none does, the faster is better.
+            seconds = trial.seconds if before is None else (1 + SCATTER) * trial.seconds
+            better = best is None or (trial.over, seconds) < (best.over, best.seconds)
+            best = trial if better else best
+            slower = before is not None and not before.over and seconds >= before.seconds
+            if not trial.over or slower or len(trials) == TRIES:
+                break
+            plans = self.replanned(excess, before)
+        return best
+
+    def _described(self, best: Trial[P], kept: Trial[P], number: int, because: str) -> P:
+        """Return one of the plans to keep, with what was measured of it; others are expected to differ as much."""
+        expected, plan = max(plan.seconds or 0.0 for plan in best.plans), best.plans[number]
+        pace = best.seconds / expected if expected else 1.0
+        # The pass without offloading takes no more than is left without recomputation.
+        left = max(kept.seconds - getattr(kept.plans[number], "recompute_seconds", 0.0), 0.0)
+        baseline = min(pace * (plan.baseline_seconds or 0.0), left)
+        peak, limit = kept.peaks[number] or kept.plans[number].peak_bytes or 0, kept.limits[number]
+        reason = (
+            fits(peak, int(limit))
+            if best.idle and plan.because and peak <= limit < inf
+            else f"{plan.because} {because}".strip()
+        )
+        return replace(
+            kept.plans[number],
+            seconds=kept.seconds,
+            baseline_seconds=best.seconds if best.idle else baseline,
+            peak_bytes=peak,
+            because=reason,
+        )
+
+
+def _elements(shown: Sequence[Shown]) -> int:
+    """Return the elements of the inputs in the rank that has most: the others wait for it."""
+    return max(each.elements for each in shown)
+
+
+def fits(peak: int, limit: int | None) -> str:
+    """Return why a plan keeps everything."""
+    if limit is None:
+        return "Nothing is offloaded: the memory of the device is not known."
+    return f"Fits: {size(peak)} of {size(limit)}; nothing to do."
