@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, started, step
+from timed_device import Timed, TimedModel, offload, peaks, seconds, settle, started
 
 import actoffload
 from actoffload.engine.statistics import Reason
@@ -120,17 +120,6 @@ def test_nothing_is_copied(options):
 
 
 KIB = 2**10
-
-
-@pytest.mark.parametrize("options", [{}, {"memory_budget": 20 * KIB}, {"memory_budget": 20 * KIB, "recompute": False}])
-def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
-    """The pass before it, whose peak counts, had a longer one; all of them fit."""
-    device = Timed(100.0, 100.0, memory=2**40 if options else 20 * KIB)
-    model = TimedModel(device, 4, nbytes=4 * KIB)
-    offload(model, device, **options)
-    for n in range(33):
-        step(model, 4 if n < 3 else 2)
-    assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
 
 
 def for_all(own: Room, first: Room, *others: Room) -> Findings:

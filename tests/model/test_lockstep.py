@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
-from actoffload._text import written
 from actoffload.tune import exchange
 from actoffload.tune.exchange import WINDOW, Exchange, ranks_of
 
@@ -324,25 +323,6 @@ def test_the_process_group_is_destroyed(program):
     assert len(found) == 2
     assert all(each.startswith("The process group was destroyed. So this rank decides alone") for each in found)
     assert all(rank.handle.plan.offloaded for rank in program.ranks)
-
-
-def test_an_answer_that_came_just_before_its_rank_left():
-    class Late:
-        looks = 0
-
-        def check(self, keys: list[str]) -> bool:
-            """Return whether there is a message: from the third look on there are two, and no refusal."""
-            self.looks += 1
-            return self.looks > 2 and not keys[0].endswith("refused")
-
-        def get(self, key: str) -> bytes:
-            return written(key)
-
-        def delete_key(self, key: str) -> None:
-            pass
-
-    store = Late()
-    assert Exchange("model", 1, (0, 1), lambda: store)._receive("answer", "") == "model/answer"
 
 
 # Later

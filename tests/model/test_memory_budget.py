@@ -45,43 +45,6 @@ def test_a_compiled_group_is_within_the_budget_in_each_pass(part):
     assert seconds(model, device) <= 1.01 * 8 * 3.0, "copies are fast"
 
 
-class AtOnce(torch.autograd.Function):
-    """Makes all that it saves before the first of it is saved, as compiled code does."""
-
-    @staticmethod
-    def forward(ctx, x, device, nbytes):
-        device.compute(1.0)
-        ctx.device = device
-        ctx.save_for_backward(*[device.count(torch.zeros(nbytes // 16)) for _ in range(4)])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert len(ctx.saved_tensors) == 4
-        ctx.device.compute(2.0)
-        return grad, None, None
-
-
-class CompiledBlock(nn.Module):
-    def __init__(self, device):
-        super().__init__()
-        self.scale, self.device = nn.Parameter(torch.ones(1)), device
-        self.forward = torch._dynamo.disable(lambda x: AtOnce.apply(x, device, 4 * MIB) * self.scale)
-        self.compile(backend="eager")
-
-
-def test_the_last_of_compiled_groups_is_kept_where_all_others_run_again():
-    """Its backward begins where its forward ends, so what it saves lies beside that of no other."""
-    device = Timed(1e6, 1e6, memory=2**40)
-    model = TimedModel(device, 0)
-    model.blocks = nn.ModuleList([CompiledBlock(device) for _ in range(4)])
-    handle = offload(model, device, memory_budget=round(1.03 * 4 * MIB))
-    assert max(peaks(model, device, 10)) <= 1.03 * 4 * MIB
-    assert not handle.settling
-    assert handle.plan.recomputed == (0, 1, 2)
-    assert seconds(model, device) == pytest.approx(4 * 3.0 + 3 * 1.0, rel=0.01)
-
-
 @pytest.mark.parametrize("paused", [3, 4])
 def test_a_pause_of_the_host_in_one_pass_does_not_change_the_plan(paused):
     """Two passes are timed where one takes longer than was simulated."""
@@ -189,17 +152,6 @@ def test_budgets_of_a_frontier_have_room_for_what_groups_share(link, count):
         other, peak = run(budget)
         assert peak <= budget
         other.remove()
-
-
-def test_where_no_plan_takes_as_little_as_was_predicted_the_smallest_is_kept():
-    device = Mistaken(1e6, 1e6, memory=2**40)
-    device.more = 40 * MIB
-    model = TimedModel(device, 12)
-    device.handle = handle = offload(model, device, memory_budget=20 * MIB)
-    with pytest.warns(UserWarning, match=r"memory_budget is 20.0 MiB, but the smallest peak .* is 4\d\.\d MiB"):
-        peaks(model, device, 24)
-    assert not handle.settling
-    assert handle.plan.peak_bytes > 40 * MIB
 
 
 @pytest.mark.parametrize("memory", [20 * MIB, 2**40])

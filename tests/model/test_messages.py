@@ -21,7 +21,6 @@ from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 from actoffload.tune.exchange import Exchange, LostRankError
 from actoffload.tune.findings import Findings, Room
-from actoffload.tune.script import Obstacle
 from actoffload.tune.timed_pass import Peak, Shown
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
@@ -61,7 +60,6 @@ EXAMPLES = [
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),
     Shown(0.1 + 0.2, 7, refused=True),
-    Obstacle.MEMORY,
 ]
 
 
@@ -108,7 +106,7 @@ def test_a_hostile_message_runs_nothing(tmp_path: Path):
         b'{"os.mkdir": {"path": "x"}}',
         b'{"tuple": [1], "list": []}',
         b'{"Room": {"limit": 1, "more": 2}}',
-        b'{"Obstacle": "__class__"}',
+        b'{"Computation": "__class__"}',
         b'{"Plan": {"model_layers": -1}}',
         json.dumps({"partial": ["os.mkdir", {"tuple": [str(path)]}, {"dict": []}]}).encode(),
         json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),

@@ -201,41 +201,6 @@ def test_a_group_that_raises_leaves_no_hooks(scoped, where):
     assert measured(handle, lambda: equal(train(model, steps=1), want)).bytes_offloaded == 8 * UNIT
 
 
-class Noise(torch.autograd.Function):
-    """Has other results each time, which no dispatch mode sees; the proof finds it out."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Noise.calls += 1
-        y = torch.from_numpy(x.numpy() * Noise.calls)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return gradient * y
-
-
-class Noisy(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(Noise.apply(torch.sin(x)) * 2.0)
-
-
-def test_functions_whose_results_differ_where_operators_are_timed():
-    """What the proof has found out counts in the timed run after it."""
-    model = Transformer(4, Noisy)
-    with offload(model, device=Timed(1e7, 1e7, memory=2**20)):
-        train(model)
-        Noise.calls = 0
-        found = train(model)
-    nothing_installed(model)
-    Noise.calls = 0
-    equal(train(model), found)
-
-
 class Stage(Block):
     """A block in which there are others, which are groups no more once the first forward has shown what saves most."""
 

@@ -59,13 +59,6 @@ def peaks(plans: Plans) -> list[int]:
     return [plan.peak_bytes or 0 for plan in plans]
 
 
-def test_plans_for_less_follow_those_that_took_more_than_the_limit():
-    first, second = peaks(plans_of(measured(), LIMITS))
-    (_, plans), kept = judged((1.0, LIMIT + 300, second))
-    assert kept is None
-    assert peaks(plans)[0] <= LIMIT - (LIMIT + 300 - first)
-
-
 @pytest.mark.parametrize("over", [0, 1])
 def test_plans_that_fit_win_over_faster_ones(over):
     """Those that are tried for as much less memory need all of it, too, so whole replay follows."""
@@ -87,20 +80,6 @@ def test_whole_replay_is_kept_where_it_is_faster_than_times_scatter(seconds, is_
     kept = end.value.value
     assert [plan.work for plan in kept] == [plan.work for plan in (whole if is_kept else plans)]
     assert ("Every group is recomputed" if is_kept else "Recomputing every group") in kept[0].because
-
-
-def test_plans_that_do_not_fit_are_kept_where_nothing_may_be_recomputed():
-    limits, known = Limits(memory_budget=LIMIT), [replace(each, again=None) for each in measured()]
-    script = Judge(known, limits).judge()
-    kept = None
-    try:
-        next(script)
-        for _ in range(9):
-            script.send((1.0, 2 * LIMIT, 2 * LIMIT))
-    except StopIteration as stop:
-        kept = stop.value
-    assert kept is not None
-    assert [plan.rank for plan in kept] == [0, 1]
 
 
 # Copies of a stage

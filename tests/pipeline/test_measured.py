@@ -135,13 +135,6 @@ def test_a_memory_budget():
     assert all(peak <= budget for _, peak in steps)
 
 
-def test_a_device_that_is_too_small():
-    """Without a budget the memory of the device is one."""
-    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED, recompute=False)
-    assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
-    assert all(peak <= 12 * SAVED for _, peak in steps)
-
-
 def test_fewer_copies_at_a_time():
     """A group takes twice as long to copy as to compute, so the next one would be copied beside it."""
     counts = []
@@ -281,29 +274,6 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     handle.reset_statistics()
     train(schedule, modules, 1)
     assert handle.statistics().reloaded_on_demand == 0
-
-
-class Around(nn.Module):
-    """Computes nothing before and behind the module inside, so backward never comes to its own parts."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def test_groups_without_backward_have_no_time():
-    """The others keep the times that were measured; they are not those of a step in which nothing was measured."""
-
-    def stage(device: Timed) -> nn.Module:
-        return nn.Sequential(*(Around(TimedBlock(device, 0.25, 0.5, SAVED)) for _ in range(BLOCKS)))
-
-    schedule, _, device, handle = offloaded("Schedule1F1B", 2.0 * SAVED, stage, layers=["?", "*.inner"])
-    seconds = [step(schedule, device) for _ in range(MEASURED + 2)]
-    assert len(handle.plan.names[0]) > BLOCKS  # with the parts that save nothing
-    assert handle.plan.baseline_seconds == pytest.approx(seconds[-1])
 
 
 def test_a_new_plan_that_cannot_be_made(monkeypatch):

@@ -28,7 +28,7 @@ from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, 
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room
 from ..tune.meter import Meter
-from ..tune.script import MISSED, RECOMPUTING, Obstacle, OutdatedError, Script, Stage, Steps, Trial, fits
+from ..tune.script import MISSED, RECOMPUTING, OutdatedError, Script, Stage, Steps, Trial, fits
 from ..tune.timed_pass import Peak, Shown, TimedPass
 from .follow import ModelState
 from .replays import OperatorTimes
@@ -85,11 +85,9 @@ class ModelScript(Script[Plan]):
         peak = self.found.peak_in(Peak(timed.peak, timed.elements, timed.allocated))
         return timed.shown(peak, ran=bool(timed.sequence) or idle)
 
-    def obstacle(self) -> Obstacle:
-        """Return why the pass that begins now may not fit with the plan that is tried."""
-        if self.found.fits(self.elements, self.in_use):
-            return Obstacle.NONE
-        return Obstacle.INPUTS if self.found.fits(0, self.in_use) else Obstacle.MEMORY
+    def fits(self) -> bool:
+        """Return whether the pass that begins now fits with the plan that is tried."""
+        return self.found.fits(self.elements, self.in_use)
 
     def traced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of all replayed groups are known, or what compiled ones save."""

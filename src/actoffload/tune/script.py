@@ -56,15 +56,7 @@ class Stage(enum.Enum):
     PLAN = "the plan, timed"
 
 
-class Obstacle(enum.IntEnum):
-    """Why a pass with the plan that is tried may not fit."""
-
-    NONE = 0
-    INPUTS = 1
-    MEMORY = 2  # is in use beside it
-
-
-register(Obstacle, Shown)
+register(Shown)
 
 
 class OutdatedError(Exception):
@@ -145,9 +137,9 @@ class Script(ABC, Generic[P]):
     def follow(self, plans: tuple[P, ...]) -> None:
         """Follow plans from the pass on that begins now."""
 
-    def obstacle(self) -> Obstacle:
-        """Return why the pass that begins now may not fit with the plan that is tried."""
-        return Obstacle.NONE
+    def fits(self) -> bool:
+        """Return whether the pass that begins now fits with the plan that is tried."""
+        return True
 
     def took(self, trial: Trial[P]) -> None:
         """Note what plans without whole replay took."""
@@ -190,11 +182,11 @@ class Script(ABC, Generic[P]):
         """
         passes = list[tuple[TimedPass, list[Shown]]]()
         while len(passes) < PATIENCE:
-            obstacle = max(self.gather(self.obstacle())) if stage is Stage.PLAN else Obstacle.NONE
-            if obstacle is Obstacle.MEMORY or (obstacle and self.missed >= MISSED):
+            fits = stage is not Stage.PLAN or all(self.gather(self.fits()))
+            if not fits and self.missed >= MISSED:
                 raise OutdatedError  # [guard: first steps that are outdated]
             self.missed += 1
-            if obstacle:  # such a pass replays and offloads everything
+            if not fits:  # such a pass replays and offloads everything
                 yield Stage.FIRST
                 continue
             yield stage
