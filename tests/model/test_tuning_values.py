@@ -172,7 +172,7 @@ def test_hooks_of_the_program_around_and_inside_of_groups(scoped):
     model, handle = scoped
     want = train(copy.deepcopy(model), steps=1)
     handle.reset_statistics()
-    with torch.autograd.graph.save_on_cpu(), pytest.warns(UserWarning, match="of another library"):
+    with torch.autograd.graph.save_on_cpu(), pytest.warns(UserWarning, match="under other saved-tensor hooks"):
         equal(train(model, steps=1), want)
     assert handle.statistics().bytes_offloaded == 0
     forward = Wave.forward

@@ -54,7 +54,7 @@ def fails(*arguments: dict[str, Any], empty: bool = False) -> dict[str, Any]:
 
 
 def refused(wrong: Callable[[Any], Any], rank: int, *, copies: bool = False) -> dict[str, Any]:
-    """Call `offload` on one rank so that it raises; return all errors, how long that took, and if the next call works.
+    """Call `offload` on one rank so that it raises; return what it says, after how long, and if a next call works.
 
     Either the other rank runs the next stage, or a copy of the same one.
     """
@@ -66,7 +66,7 @@ def refused(wrong: Callable[[Any], Any], rank: int, *, copies: bool = False) -> 
         else:
             offloaded(schedule)
             train(schedule, modules, 1)
-    except ValueError as error:
+    except (ValueError, UserWarning) as error:
         message = str(error)
     seconds = time.monotonic() - begun
     handle = offloaded(schedule)

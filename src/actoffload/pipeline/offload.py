@@ -197,8 +197,8 @@ def offload(
             return _offload_schedule(
                 module, stages, rank, exchange, delta_bytes_per_rank=delta_bytes_per_rank, **common
             )
-        except (TypeError, ValueError) as error:
-            exchange.refuse(str(error), replicas_of(stages))
+        except (TypeError, ValueError):
+            exchange.refuse(replicas_of(stages))
             raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")

@@ -24,7 +24,7 @@ from ..planner import Variant, plan_pipeline
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
-from ..tune.exchange import LONE, Exchange, RefusedError
+from ..tune.exchange import LONE, Exchange
 from ..tune.exchange import disagreement as different_arguments
 from ..tune.script import fits
 
@@ -167,28 +167,23 @@ class PipelineRanks:
         self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
 
     def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
-        """Return the settings of all ranks, or only those of a rank that refuses.
+        """Return the settings of all ranks.
 
         `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
         if there are equally many of each rank of the pipeline.
         """
-        copies = Exchange.of("stage", replicas)
-        try:
-            own = self._gather(self._pipeline, (settings, tuple(replicas)))
-            if len({len(each) for _, each in own}) == 1:
-                self.replicas, self._copies = tuple(replicas), copies
-            return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
-        except RefusedError as error:
-            refused: Settings = error.args[0]
-            for exchange in (self._pipeline, copies):  # the other pipelines wait for this one
-                exchange.refuse(refused)
-            return [refused]
+        self._copies = Exchange.of("stage", replicas)
+        own = self._gather(self._pipeline, (settings, tuple(replicas)))
+        if len({len(each) for _, each in own}) == 1:
+            self.replicas = tuple(replicas)
+        else:
+            self._copies = LONE
+        return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
 
-    def refuse(self, problem: str, replicas: Sequence[int]) -> None:
-        """Take no part, and let the others raise what is wrong with the arguments of this rank."""
-        if dist.is_available() and dist.is_initialized():
-            for exchange in (self._pipeline, Exchange.of("stage", replicas)):
-                exchange.refuse(Settings(dist.get_rank(), {}, problem))
+    def refuse(self, replicas: Sequence[int]) -> None:
+        """Take no part, because something is wrong with the arguments of this rank."""
+        self._copies = Exchange.of("stage", replicas)
+        self.leave()
 
     def gather(self, value: T) -> list[list[T]]:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""

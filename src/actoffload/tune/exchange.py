@@ -8,8 +8,8 @@ Messages are plain data, see [Note: messages].
 
 What ranks do together is one operation: each sends a value, the first rank collects them, and answers with all.  It
 waits half as long as the others wait for it, so that they learn from it who is missing.  Each meeting of ranks has keys
-of its own: it has a number, which counts the meetings of these ranks in the process.  A rank whose arguments are wrong
-posts why, and all others raise that.
+of its own: it has a number, which counts the meetings of these ranks in the process.  A rank that takes no part leaves,
+so that no other one waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from .._warnings import warn
 
 LIMIT = 120.0  # seconds for which a rank waits for the first one, which itself waits half as long for the others
 SHORTEST, LONGEST, PART = 1e-4, 0.02, 0.01  # pauses between two looks: seconds, and part of the time waited so far
-REFUSED = "refused"
 
 GOES_ON = (
     "This rank goes on without it. Call actoffload.offload in all ranks of a sharded or data-parallel model, and the "
@@ -50,10 +49,6 @@ _meetings = Counter[tuple[str, tuple[int, ...]]]()  # so far, by name and ranks
 
 class LostRankError(Exception):
     """Another rank does not answer; the message says which, in a sentence."""
-
-
-class RefusedError(Exception):
-    """Another rank takes no part, because something is wrong with its arguments; the first argument says what."""
 
 
 class Exchange:
@@ -93,15 +88,10 @@ class Exchange:
         return bool(self._call("check", [self._path(key)]))
 
     def find(self, keys: Sequence[str], limit: float) -> str | None:
-        """Wait until there is a message with one of some keys, and return the first of these; None after the limit.
-
-        Raises a `RefusedError` if a rank refuses.
-        """
+        """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
         begun = time.monotonic()
         while True:
-            if any(map(self.has, (REFUSED, *keys))):
-                if self.has(REFUSED):
-                    raise RefusedError(self._read(REFUSED))
+            if any(map(self.has, keys)):
                 # A rank answers before it leaves, and both may have come since the first look.
                 return next(key for key in keys if self.has(key))
             waited = time.monotonic() - begun
@@ -189,11 +179,6 @@ class Exchange:
         """Return for which ranks this one has waited, in a sentence."""
         seconds = LIMIT / 2 if self.leads else LIMIT
         return f"Rank {self.rank} waited {seconds:.0f} s for rank {', '.join(map(str, missing))} {where}."
-
-    def refuse(self, problem: Any) -> None:
-        """Let the others raise what is wrong in their first exchange."""
-        with suppress(LostRankError):
-            self.post(REFUSED, problem)
 
     def leave(self) -> None:
         """Let the others not wait for this rank."""
