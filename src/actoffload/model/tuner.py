@@ -22,13 +22,14 @@ from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay import Policy
+from ..schedule.costs import LayerCost
 from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room
 from ..tune.meter import Meter
-from ..tune.script import MISSED, RECOMPUTING, OutdatedError, Script, Stage, Steps, Trial, fits
+from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Script, Stage, Steps, Trial, fits
 from ..tune.timed_pass import Peak, Shown, TimedPass
 from .follow import ModelState
 from .replays import OperatorTimes
@@ -200,8 +201,9 @@ class ModelScript(Script[Plan]):
         """Return a plan by what others have shown; after the trial of the `best` one that with whole replay.
 
         The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out there.
-        There is none if nothing may be replayed, it is too large, or what it takes is not known; nor if the best takes
-        less than the groups alone in the leanest pass, without what compute has waited for.
+        There is none if nothing may be replayed, it is too large, or what it takes is not known; nor if it could not be
+        kept, because the best takes about as long as the device alone in the leanest pass, without what it has waited
+        for.
         """
         found, ways, limit = self.found, self.found.ways, (self.found.limit or math.inf) - excess[0]
         if best is None:
@@ -210,13 +212,17 @@ class ModelScript(Script[Plan]):
         if found.in_flight > 1 or best.plans[0].peak_bytes is None or all(len(group) == 1 for group in ways):
             return ()
         pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
-        least = sum(min(cost.forward + cost.backward for cost in pair) for pair in pairs)
-        if best.seconds < least:  # [guard: whole replay that cannot be faster -> False]
+        least = found.outside + sum(min(map(_compute_seconds, pair)) for pair in pairs)
+        if best.seconds < (1 + SCATTER) * least:  # [guard: whole replay that cannot be faster -> False]
             self.untried = f"{RECOMPUTING} takes at least {milliseconds(least)} a pass."
             return ()
         plan = found.chosen(excess=excess[0], whole=True)
         peak = (plan.peak_bytes or 0) - found.excess
         return () if peak > limit else (replace(plan, peak_bytes=peak + excess[0]),)
+
+
+def _compute_seconds(cost: LayerCost) -> float:
+    return cost.gap_forward + cost.forward + cost.gap_backward + cost.backward
 
 
 class Tuner:

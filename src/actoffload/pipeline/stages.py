@@ -24,7 +24,7 @@ from ..schedule.execution_order import Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule
 from ..tune.exchange import ranks_of
-from ..tune.meter import saved_in
+from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor
 
 GROWN = 64  # a group may save this part more than in the plan
@@ -148,7 +148,7 @@ class StageSteering(Steering):
             self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
             return
         kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
-        self.outside = max(self.outside, sum(kept))
+        self.outside = max(self.outside, sum(kept) + shared_bytes(done.layers))
         if not self.saved or self._groups_of_saved != tuple(sequence):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             layers = zip(sequence, done.layers, strict=True)

@@ -24,6 +24,7 @@ import torch
 from torch.nn import Module
 
 from ..device.base import Backend, Stream, StreamEvent, current_stream
+from ..engine.hooks import SHARERS
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Counters, TimelineRecorder
@@ -267,6 +268,12 @@ def saved_in(layers: Sequence[Layer]) -> list[tuple[tuple[int, int], ...]]:
         )
         for layer in layers
     ]
+
+
+def shared_bytes(layers: Sequence[Layer]) -> int:
+    """Return the bytes of the storages that more than `SHARERS` layers save, which stay on the device."""
+    living = {storage for layer in layers for storage in layer.living()}
+    return sum(storage.nbytes for storage in living if len(storage.layers) > SHARERS)
 
 
 def _counts_in(storage: SavedStorage, layer: Layer) -> bool:

@@ -15,8 +15,7 @@ from ..device.base import StreamEvent, current_stream
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..schedule.execution_order import OUTSIDE
-from .meter import Meter, saved_in
+from .meter import Meter, saved_in, shared_bytes
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ class TimedPass:
         self.sequence, self.adopted = tuple(sequence), done.adopted
         self.graphless = frozenset(k for k, layer in zip(sequence, done.layers, strict=False) if layer.no_graph)
         self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
-        living = {storage for layer in done.layers for storage in layer.living()}
-        self.shared = sum(storage.nbytes for storage in living if OUTSIDE in storage.layers)
+        self.shared = shared_bytes(done.layers)
 
     def shown(self, peak: int, *, ran: bool = True) -> Shown:
         """Return what it showed; the peak is that for the inputs of the plan.  `ran`: its groups were called."""
