@@ -118,16 +118,10 @@ class ModelScript(Script[Plan]):
             found.limit = max(found.limit - (found.in_flight - 1) * kept, 0)
         plan = found.chosen(limit=None)
         found.bare = Peak(plan.peak_bytes or 0, found.size, found.allocated_before)
-        if found.limit is None or found.bare.nbytes <= found.limit:
-            plan = replace(plan, because=fits(found.bare.nbytes, found.limit), baseline_peak_bytes=None)
-        else:
-            plan = found.chosen()
-        self.limits = [math.inf if found.limit is None else found.limit]
-        return (plan,)
-
-    def tries(self, plans: tuple[Plan, ...]) -> bool:
-        """Return whether the plan is tried."""
-        return self.found.limit is not None and bool(self.found.ways)
+        self.limits = [] if found.limit is None else [found.limit]
+        if found.limit is not None and found.bare.nbytes > found.limit:
+            return (found.chosen(),)
+        return (replace(plan, because=fits(found.bare.nbytes, found.limit), baseline_peak_bytes=None),)
 
     def _room(self, lean: TimedPass) -> Room:
         """Return the room of this rank by the leanest pass."""

@@ -42,17 +42,13 @@ class FirstSteps(Script[PipelinePlan]):
         self.plans: Plans = ()  # of all ranks
         self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
+        self.times = self._backend.times
         self._lean: StepMeter | None = None  # of the latest step that was measured by group
         self._timed: TimedPass | None = None  # the present step, or the latest
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
-
-    @property
-    def times(self) -> bool:
-        """Whether time is measured."""
-        return self._backend.times
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order: of one pipeline after the other."""
@@ -81,7 +77,7 @@ class FirstSteps(Script[PipelinePlan]):
         """Exchange what the steps have shown, and return the plans that follow."""
         found = agreed(self._exchange.gather(self.measured()))
         assert found is not None
-        self.known, self.limits = found, [each.limit or inf for each in found]
+        self.known, self.limits = found, [each.limit or inf for each in found] if self.times else []
         return plans_of(found, self._limits)
 
     def replanned(self, excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:

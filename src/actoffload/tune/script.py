@@ -100,10 +100,11 @@ class Script(ABC, Generic[P]):
     """
 
     unit = "pass"
+    times = True  # time is measured
     size = 0  # elements of the inputs that the plan is for
     missed = 0  # passes in a row that did not count, the same in all ranks
     untried = ""  # why whole replay is not tried, in a sentence
-    limits: Sequence[float] = ()  # bytes of device memory for each plan
+    limits: Sequence[float] = ()  # bytes of device memory for each plan; without them none is tried
     _most = 0  # elements of inputs so far
 
     @abstractmethod
@@ -144,15 +145,6 @@ class Script(ABC, Generic[P]):
     def took(self, trial: Trial[P]) -> None:
         """Note what plans without whole replay took."""
 
-    @property
-    def times(self) -> bool:
-        """Whether time is measured."""
-        return True
-
-    def tries(self, plans: tuple[P, ...]) -> bool:
-        """Return whether the plans are tried."""
-        return self.times
-
     # The passes
 
     def run(self) -> Steps[tuple[P, ...]]:
@@ -169,9 +161,7 @@ class Script(ABC, Generic[P]):
             lean = (yield from self._pass(Stage.LEAN))[0]
             lean.wait()
         plans = self.planned(traced, lean)
-        if not self.tries(plans):
-            return plans
-        return (yield from self.keep_best(plans))
+        return (yield from self.keep_best(plans)) if self.limits else plans
 
     def _pass(self, stage: Stage) -> Steps[tuple[TimedPass, list[Shown]]]:
         """Yield a stage until a pass of it counts, and return that pass, and what it showed in all ranks.
