@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import actoffload
 from actoffload import OffloadHandle
-from actoffload._warnings import warn
 from actoffload.report import RankReports, Report
 
 pytest.importorskip("transformers", reason="the callbacks derive from classes of the frameworks")
@@ -139,14 +138,6 @@ def test_offloads_in_training_and_reports_once(train, make, tmp_path, capsys):
 
 
 @both
-def test_warnings_name_the_line_that_trains(train, make, tmp_path, monkeypatch):
-    monkeypatch.setattr(fit, "offload", lambda model: warn("Said at the start."))
-    with pytest.warns(UserWarning, match="Said at the start") as caught:
-        train(Net(), tmp_path, [make()])
-    assert {warning.filename for warning in caught if "Said" in str(warning.message)} == {__file__}
-
-
-@both
 def test_the_report_waits_for_the_final_plan(train, make, tmp_path, monkeypatch):
     settling = property(lambda handle: handle.statistics().passes < STEPS - 1)
     monkeypatch.setattr(actoffload.OffloadHandle, "settling", settling)
@@ -205,18 +196,6 @@ def test_a_training_without_steps_and_one_that_pytorch_does_not_support(monkeypa
         "actoffload has no report of this training: There is nothing to report yet: no forward of the model with a "
     )
     assert [text.startswith(expected) for text in texts] == [True] * (report_at is not None)
-
-
-def test_the_handle_is_removed_if_logging_fails():
-    def log(text: str) -> None:
-        raise OSError("no space left")
-
-    state, net = SimpleNamespace(is_world_process_zero=True), Net()
-    callback = OffloadCallback(log=log)
-    callback.on_train_begin(None, state, None, model=net)
-    with pytest.raises(OSError, match="no space left"):
-        callback.on_train_end(None, state, None)
-    assert OffloadHandle.of(net) is None
 
 
 @both

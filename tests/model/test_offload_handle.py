@@ -72,18 +72,6 @@ def test_paused():
     assert handle.statistics().passes == 3
 
 
-def test_paused_between_forward_and_backward():
-    model = Waves(6)
-    handle = offload(model)
-    y = model(data())
-    with handle.paused():
-        y.sum().backward()
-        z = model(data())
-    z.sum().backward()
-    statistics = handle.statistics()
-    assert (statistics.passes, statistics.reloaded_ahead, statistics.reloaded_on_demand) == (1, 8, 0)
-
-
 def test_remove_leaves_the_model_as_it_was():
     model = Transformer(6)
     model.blocks[1].register_forward_hook(lambda *_: None)

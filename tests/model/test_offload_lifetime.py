@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from helpers import in_threads, no_gc, nothing_held
 from interrupts import SOURCES
-from timed_device import BLOCK, PASSES, done, small, step
+from timed_device import BLOCK, PASSES, small, step
 from whole_model import UNIT, Transformer, Waves, data, nothing_installed, offload, start
 
 # By reference counts alone
@@ -74,23 +73,6 @@ def left(handle, model) -> None:
     nothing_installed(model)
 
 
-def test_two_threads():
-    _, model, handle = small()
-    barrier = threading.Barrier(2)
-
-    def run() -> None:
-        for _ in range(15):
-            barrier.wait(30)
-            step(model)
-
-    in_threads(run, run)
-    for _ in range(60):  # how many are left depends on how the threads took turns
-        if handle.settling:
-            step(model)
-    assert not handle.settling
-    left(handle, model)
-
-
 def test_a_forward_in_another_thread_during_each_measured_forward():
     """Its outputs do not end the pass that is measured, and what it saves is not taken for that pass."""
     _, model, handle = small()
@@ -111,35 +93,6 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
 
 
 # Graphs
-
-
-@pytest.mark.filterwarnings("ignore:A saved tensor stays")  # two passes in flight need more than the host memory of one
-def test_nothing_is_measured_while_a_graph_is_captured():
-    device, model, handle = small()
-    events: list[bool] = []
-
-    def capturing() -> bool:
-        return captured[0]
-
-    def watched(stream):
-        events.append(captured[0])
-        return record(stream)
-
-    captured, record = [False], device.record_timed
-    device.capturing, device.record_timed = capturing, watched
-    passed = device.passed
-    device.passed = lambda event: (events.append(captured[0]), passed(event))[1]
-    for at in range(12):
-        y = model(torch.zeros(4, requires_grad=True)).sum()
-        captured[0] = at % 2 == 0
-        if not captured[0]:
-            y.backward()
-        step(model)
-        captured[0] = False
-    del y
-    assert events
-    assert not any(events)
-    done(handle, model, device)
 
 
 @pytest.mark.parametrize("memory", [4 * BLOCK, 100 * BLOCK], ids=["a plan", "everything fits"])

@@ -89,14 +89,6 @@ def test_an_input_that_was_saved_outside_is_offloaded_with_its_group(at):
     assert handle.report().r == 1.0
 
 
-def test_what_a_kept_module_saved_before_is_not_copied_in_vain():
-    _, statistics = agrees(Shares(before=range(6)), required, steps=1, layers="blocks", keep="sines.*")
-    # The input of each block is kept by the sine that saved it before; the other storage of the block is offloaded.
-    assert statistics.bytes_offloaded == 4 * UNIT
-    assert statistics.bytes_kept[Reason.KEPT] == 6 * UNIT
-    assert statistics.bytes_kept[Reason.SHARED] == 4 * UNIT
-
-
 def test_what_is_saved_outside_while_a_group_has_it_is_kept_and_counted():
     """The group came first, so it is copied, but not freed, because something outside has saved it too."""
     handle, statistics = agrees(Shares(behind=range(6)), required, steps=1, layers="blocks")

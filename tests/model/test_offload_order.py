@@ -79,20 +79,6 @@ def test_any_order_is_learned_in_one_step(order, num_layers):
     nothing_held(handle)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_first_step_is_right_and_offloads_already(order):
-    """A model is expected to run as it is registered; what comes otherwise is planned as it comes."""
-    model = Ordered(order)
-    handle = offload(model)
-    y = model(data() * 1.0)
-    assert handle.statistics().resident_bytes == 2 * SAVES
-    assert handle.statistics().bytes_offloaded >= (len(order) - 2) * SAVES
-    y.sum().backward()
-    assert handle.statistics().reloaded_on_demand == 0
-    del y
-    nothing_held(handle)
-
-
 def test_an_order_that_changes_in_every_step():
     generator = random.Random(5)
     for _ in range(20):

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from helpers import no_gc
-from timed_device import Timed, TimedBlock, done, small, step
+from timed_device import TimedBlock, done, small, step
 from torch import nn
 from whole_model import UNIT, Wave, Waves, data, nothing_installed, offload
 
@@ -126,26 +126,6 @@ def test_with_a_measured_plan_the_note_has_the_cost_of_a_smaller_budget(monkeypa
     lines = failing(model, torch.zeros(4, requires_grad=True))
     assert " of 5.0 MiB were in use in the forward of blocks.0" in lines[0]
     assert f"- {choice}" in lines
-
-
-@pytest.mark.filterwarnings("ignore:A saved tensor stays on the device")
-@pytest.mark.parametrize(("more", "advised"), [({}, False), ({"num_layers": 0}, True)], ids=["measured", "by hand"])
-def test_a_first_pass_replays_already(more, advised):
-    """What it saves besides, such as random numbers, is no reason to advise it."""
-
-    class Noise(Wave):
-        def forward(self, x):
-            return super().forward(x) * torch.rand_like(x)
-
-    model = Waves(6, Noise)
-    device = Timed(2.5e6, 2.5e6, memory=5 * MIB)
-    offload(model, layers="blocks", device=device, max_host_bytes=1, fraction=None, **more)
-    model.blocks[5].register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        model(data().requires_grad_() * 1.0)
-    lines = note(error.value)
-    assert any("saved tensors of groups" in line for line in lines)
-    assert any(line.startswith("- recompute=True") for line in lines) is advised
 
 
 def test_where_nothing_is_followed_the_plan_says_what_is_kept(monkeypatch):

@@ -70,11 +70,6 @@ def test_the_bits_of_indexing_with_a_mask(case, dtype, place):
     check(*(tensor.to(place) for tensor in drawn(CASES[case], dtype)))
 
 
-@pytest.mark.parametrize("topk", [0, 1, 3])
-def test_no_tokens(topk):
-    check(torch.zeros(0, topk, dtype=torch.int64), torch.zeros(0, topk), torch.zeros(0, 5))
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_integers_of_every_width(dtype):
     indices, probs, grad = drawn(CASES["some"], torch.float32)
@@ -113,31 +108,6 @@ def test_first_and_second_gradients():
         seconds.append(torch.autograd.grad(first.square().sum(), (probs, weight)))
     for want, got in zip(*seconds, strict=True):
         assert torch.allclose(want, got, rtol=1e-14, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of scatter_ under vmap
-def test_transforms_of_functions():
-    """Gradients by torch.func, and a batch by vmap, of whichever argument has the further dimension."""
-    indices, probs, grad = drawn(CASES["twice in a row"], torch.float32)
-
-    def table(indices: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        return indices_to_multihot(indices, probs, 5)[1]
-
-    leaf = probs.clone().requires_grad_()
-    (want,) = torch.autograd.grad(masked(indices, leaf, 5)[1], leaf, grad)
-    assert same_bits(torch.func.grad(lambda probs: (table(indices, probs) * grad).sum())(probs), want)
-    several = torch.stack([indices, indices.flip(0), indices.flip(1)]), torch.stack([probs, -probs, probs * 2])
-    for dims in ((0, 0), (0, None), (None, 0), (None, 2)):
-        arguments = [x[0] if at is None else x.movedim(0, at) for x, at in zip(several, dims, strict=True)]
-        maps, tables = torch.vmap(lambda i, p: indices_to_multihot(i, p, 5), dims)(*arguments)
-        slopes = torch.vmap(torch.func.grad(lambda p, i: (table(i, p) * grad).sum()), dims[::-1])(*arguments[::-1])
-        for k in range(3):
-            one = [x if at is None else x.select(at, k) for x, at in zip(arguments, dims, strict=True)]
-            leaf = one[1].clone().requires_grad_()
-            want_map, want_table = masked(one[0], leaf, 5)
-            assert same_bits(maps[k], want_map)
-            assert same_bits(tables[k], want_table)
-            assert same_bits(slopes[k], torch.autograd.grad(want_table, leaf, grad)[0])
 
 
 # No synchronization

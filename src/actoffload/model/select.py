@@ -28,6 +28,7 @@ from .._torch.modules import registered
 from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, inner_name, runs, unwrap
 from .follow import GROUP, KEPT, ROOT, WHOLE, FollowedModule
 
+MOST = 8  # modules that an error names
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
 
@@ -229,11 +230,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
         kind, modules = entry.__name__, names.modules.items()
         found = [name for name, module in modules if isinstance(module, entry) or isinstance(unwrap(module), entry)]
         if not found:
-            there = Counter(block_type(module).__name__ for module in names.modules.values())
-            raise ValueError(
-                f"{argument}: no module of this {names.title} is a {entry.__name__}. Types there are "
-                f"{_listed([name for name, _ in there.most_common()])}."
-            )
+            raise ValueError(f"{argument}: no module of this {names.title} is a {kind}. {_similar(names, kind)}")
     meant = [each for name in found for each in _modules(names, name, opened, kind)]
     if not meant:
         raise ValueError(f"{argument}: '{found[0]}' has no forward, and no modules inside.")
@@ -253,11 +250,6 @@ def _modules(names: Names, name: str, opened: bool, kind: str | None) -> Iterato
 # Messages
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _similar(names: Names, entry: str) -> str:
     """Name modules that the entry may mean, and the outermost ones."""
     there = list(dict.fromkeys(name_pattern(name) for name in names.modules if name))
@@ -266,5 +258,6 @@ def _similar(names: Names, entry: str) -> str:
     anywhere = [f"*.{name.rpartition('.')[2]}" for name in there if "." in name]
     close = get_close_matches(entry, dict.fromkeys([*there, *anywhere]), 3)
     said = f"Close to it: {', '.join(map(repr, close))}. " if close else ""
-    outermost = sorted(there, key=lambda name: name.count("."))
-    return f"{said}Modules there are {_listed(list(map(repr, outermost)))}."
+    outermost = sorted(there, key=lambda name: name.count("."))[:MOST]
+    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
+    return f"{said}Modules there are {', '.join(map(repr, outermost))}{more}."
