@@ -59,7 +59,7 @@ def manual_schedules(draw, count: int) -> ManualSchedule:
 
 def by_controller(schedule: ManualSchedule, each, link) -> tuple[Timeline, Statistics, float]:
     """Make the calls of a schedule on a controller, after a layer or in a hook before its backward."""
-    device = ReferenceDevice(link.d2h, link.h2d, link.latency)
+    device = ReferenceDevice(link.d2h, link.h2d)
     context, sync, controller = make_manual(len(each), device=device)
     plan = schedule.plan()
     names = {

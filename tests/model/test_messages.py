@@ -55,7 +55,7 @@ EXAMPLES = [
         1,
         (Step(0, Computation.FORWARD, 0),),
         {0: ("a", "b")},
-        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2), SplitCost(0.3, 0.4)), 1, 2, 3, 4)},
+        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2), SplitCost(0.3, 0.4)), 1, 2, 3, (4, 5), 6)},
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),

@@ -84,9 +84,6 @@ INSTEAD: dict[str, str] = {
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",
-    "guard: latency of a transfer": (
-        "stream.now += self.latency * len(pairs) + sum(host.nbytes for host, _ in pairs) / bandwidth"
-    ),
     "guard: time of one step": "return time.perf_counter() - begun",
     "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[name] = kind",

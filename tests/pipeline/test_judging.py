@@ -100,5 +100,5 @@ def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first
 
 
 def test_plans_are_made_for_the_slowest_link_of_all_ranks():
-    links = [Link(1e9, 3e9, 1e-5, both=2e9), Link(2e9, 2e9, 2e-5), Link(3e9, 4e9, 0.0, both=4e9)]
-    assert Link.slowest(links) == Link(1e9, 2e9, 2e-5, both=2e9)
+    links = [Link(1e9, 3e9, both=2e9), Link(2e9, 2e9), Link(3e9, 4e9, both=4e9)]
+    assert Link.slowest(links) == Link(1e9, 2e9, both=2e9)

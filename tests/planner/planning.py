@@ -1,6 +1,6 @@
 """Costs of whole steps: drawn ones with gaps, other memory and temporaries, and groups that may be recomputed."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(0, 12).map(lambda k: k / 4)
 some_bytes = st.integers(0, 40).map(lambda k: k * 256)
 bandwidths = st.sampled_from([512.0, 1024.0, 2048.0, 4096.0, 16384.0, float("inf")])
-links = st.builds(Link, bandwidths, bandwidths, st.sampled_from([0.0, 0.125]))
+links = st.builds(Link, bandwidths, bandwidths)
 
 
 @st.composite
@@ -27,9 +27,9 @@ def groups(draw: st.DrawFn, plain: bool = False) -> LayerCost:
     """Draw a group; a plain one has compute and saved tensors alone."""
     saved_at = sorted(draw(st.lists(eighths, max_size=4)))
     saved = tuple(Saved(draw(st.integers(1, 16)) * 256, at, draw(eighths)) for at in saved_at)
-    cost = LayerCost(draw(seconds), draw(seconds), saved)
     if plain:
-        return cost
+        return LayerCost(draw(seconds) + 0.25, draw(seconds) + 0.25, saved)
+    cost = LayerCost(draw(seconds), draw(seconds), saved)
     return replace(
         cost,
         gap_forward=draw(seconds),
@@ -60,14 +60,14 @@ def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> Plan:
     return choose(names_of(costs), [(Variant(cost),) for cost in costs], link, **given)
 
 
-def model_ranks(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Ranks:
-    """Return a model, of which some groups or all may be offloaded, as the planner runs it."""
-    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs(stages=among), model=True)
+def model_ranks(costs: Sequence[LayerCost], link: Link) -> Ranks:
+    """Return a model as the planner runs it."""
+    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs(), model=True)
 
 
-def leanest(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> int:
+def leanest(costs: Sequence[LayerCost], link: Link) -> int:
     """Return the smallest peak of all plans."""
-    return model_ranks(costs, link, among).choices[0].leanest()
+    return model_ranks(costs, link).choices[0].leanest()
 
 
 def convex(other: int = 0, host: float = 0.0) -> tuple[Variant, ...]:

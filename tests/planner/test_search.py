@@ -12,7 +12,7 @@ from plan_calls import copied
 from planning import MIB, choose_plain, convex, leanest, links, model_ranks, steps
 
 from actoffload.planner import Variant, choose
-from actoffload.planner.placement import Placement, Placer
+from actoffload.planner.placement import Placement
 from actoffload.planner.search import Ranks
 from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, Saved, When, simulate
 from actoffload.schedule.simulate import model_plan
@@ -21,11 +21,9 @@ from actoffload.schedule.simulate import model_plan
 @settings(max_examples=100)
 @given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
 def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
-    among = data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8))))
-    smallest = leanest(costs, link, among)
+    smallest = leanest(costs, link)
     limit = data.draw(st.integers(0, 2 * smallest))
-    plan = choose_plain(costs, link, limit=limit, host_seconds=host_seconds, among=among)
-    assert among is None or among >= set(plan.offloaded)
+    plan = choose_plain(costs, link, limit=limit, host_seconds=host_seconds)
     result = simulate(plan, costs, link, host_seconds=host_seconds)
     assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
     assert plan.peak_bytes <= max(limit, smallest)
@@ -116,7 +114,7 @@ def best_of_all(of: list[tuple[Variant, ...]], link: Link, limit: float) -> floa
         ranks = model_ranks([group[k].cost for group, k in zip(of, variants, strict=True)], link)
         profile = ranks.choices[0].profile
         for offloaded in product((False, True), repeat=GROUPS - 1):
-            placement = Placer(profile, limit).place([k for k in range(GROUPS - 1) if offloaded[k]])
+            placement = profile.place([k for k in range(GROUPS - 1) if offloaded[k]], limit)
             if placement.peak_bytes <= limit:
                 seconds = min(seconds, ranks.choices[0].seconds(placement, seconds))
     return seconds
@@ -150,7 +148,7 @@ def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[P
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.choices[0].profile
     chosen = [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups]
-    found = Placer(profile, limit).place(chosen)
+    found = profile.place(chosen, limit)
     return found, ranks.choices[0].seconds(found)
 
 
@@ -161,7 +159,7 @@ def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], lim
 
 @given(st.data(), steps(), links)
 def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
-    ranks = model_ranks(costs, link, data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8)))))
+    ranks = model_ranks(costs, link)
     choices = ranks.choices[0]
     parts = choices.parts[: data.draw(st.integers(0, len(choices.parts)))]
     groups = {choices.profile.spots.all[k].chunk.stage for part in parts for k in part}

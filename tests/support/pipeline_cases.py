@@ -51,7 +51,7 @@ def stages(draw: st.DrawFn, count: int, split: bool = False) -> list[StageCost]:
     for stage in range(count):
         of = draw(st.lists(groups(), min_size=1, max_size=3))
         splits = [SplitCost(cost.backward / 2, cost.backward / 2) for cost in of] if split and stage else []
-        memory = {name: draw(nbytes) for name in ("boundary_bytes", "sent_forward", "sent_backward", "between_bytes")}
+        memory = {name: draw(nbytes) for name in ("boundary_bytes", "between_bytes")}
         found.append(StageCost(tuple(of), tuple(splits), **memory))
     return found
 

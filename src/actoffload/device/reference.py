@@ -46,8 +46,6 @@ class ReferenceDevice(Backend):
     ----------
     d2h, h2d : float
         Bandwidth of the link in bytes per second; infinite by default.
-    latency : float
-        Seconds per transfer.
     wall_clock : bool
         Let events read this machine's clock instead of the virtual ones: for programs whose compute is real.
     memory : int, optional
@@ -70,16 +68,13 @@ class ReferenceDevice(Backend):
         self,
         d2h: float = float("inf"),
         h2d: float = float("inf"),
-        latency: float = 0.0,
         *,
         wall_clock: bool = False,
         memory: int | None = None,
     ) -> None:
-        if not (d2h > 0 and h2d > 0 and latency >= 0):
-            raise ValueError(
-                f"d2h={d2h}, h2d={h2d}, latency={latency}: expected positive bytes per second and seconds >= 0."
-            )
-        self.d2h, self.h2d, self.latency = d2h, h2d, latency
+        if not (d2h > 0 and h2d > 0):
+            raise ValueError(f"d2h={d2h}, h2d={h2d}: expected positive bytes per second.")
+        self.d2h, self.h2d = d2h, h2d
         self.wall_clock = wall_clock
         self.resolution = 1e-5 if wall_clock else 0.0
         self.times = self.times or memory is not None  # plans are made for a limit
@@ -168,7 +163,7 @@ class ReferenceDevice(Backend):
         self._take(stream, pairs, self.h2d)
 
     def _take(self, stream: ReferenceStream, pairs: Pairs, bandwidth: float) -> None:
-        stream.now += self.latency + sum(host.nbytes for host, _ in pairs) / bandwidth  # [guard: latency of a transfer]
+        stream.now += sum(host.nbytes for host, _ in pairs) / bandwidth
 
     def compute(self, seconds: float) -> None:
         """Let the current stream compute for some virtual seconds."""

@@ -6,7 +6,7 @@ Without a limit, or if everything fits, nothing is offloaded and nothing recompu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
@@ -19,7 +19,6 @@ from .placement import Placement
 from .search import ROUNDING, Knobs, Ranks
 from .variants import Variant
 
-EARLY = 0.02  # of the backward, by which every reload is planned earlier than needed
 NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too
 
@@ -34,7 +33,6 @@ def choose(
     *,
     limit: int | None = None,
     host_seconds: float = 0.0,
-    among: Collection[int] | None = None,
     without_bytes: int | None = None,
     excess: int = 0,
     host_limit: int | None = None,
@@ -56,9 +54,6 @@ def choose(
         Bytes of device memory in forward and backward; None for no limit.
     host_seconds : float
         Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
-    among : collection of int, optional
-        Positions of the groups that may be offloaded; None for all.  The last group is never offloaded, because
-        backward begins there.
     without_bytes : int, optional
         Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
         to.
@@ -91,7 +86,7 @@ def choose(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    models = _models(names, groups, link, host_seconds, among, host_limit, whole=whole)
+    models = _models(names, groups, link, host_seconds, host_limit, whole=whole)
     check_limit(limit=limit)
     if without_bytes is not None:
         check_bytes(without_bytes=without_bytes)
@@ -114,7 +109,6 @@ def frontier(
     link: Link,
     *,
     host_seconds: float = 0.0,
-    among: Collection[int] | None = None,
     host_limit: int | None = None,
     points: int = 16,
 ) -> tuple[Plan, ...]:
@@ -124,7 +118,7 @@ def frontier(
 
     Parameters
     ----------
-    names, groups, link, host_seconds, among, host_limit
+    names, groups, link, host_seconds, host_limit
         As in `choose`.
     points : int
         Number of limits of device memory, at equal distances, for which a plan is searched.
@@ -140,7 +134,7 @@ def frontier(
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
-    models = _models(names, groups, link, host_seconds, among, host_limit)
+    models = _models(names, groups, link, host_seconds, host_limit)
     check_whole(points=points, least=1)
     leanest, kept = _best(models, 0), _best(models, inf)
     low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
@@ -159,7 +153,6 @@ def _models(
     groups: Sequence[Sequence[Variant]],
     link: Link,
     host_seconds: float,
-    among: Collection[int] | None,
     host_limit: int | None,
     *,
     whole: bool = False,
@@ -169,9 +162,6 @@ def _models(
     check_kind(Link, link=link)
     check_seconds(host_seconds=host_seconds)
     check_limit(host_limit=host_limit)
-    if among is not None:
-        expected = "positions of groups, or None for all"
-        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
     check_kinds(Sequence, groups=groups)
     for number, group in enumerate(groups):
         check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
@@ -179,7 +169,7 @@ def _models(
         raise ValueError(
             f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
         )
-    given = link, host_seconds, Knobs(host_limit=host_limit, stages=among, early=EARLY, whole=whole)
+    given = link, host_seconds, Knobs(host_limit=host_limit, whole=whole)
     lean = _Model(names, groups, *given)
     if not any(way.held for group in groups for way in group):
         return [lean]
@@ -223,25 +213,15 @@ class _Model:
         ranks.reset()
         if ranks.choices[0].profile.peak_bytes <= limit:
             return self._described(ranks.choices[0].nothing)
-        ranks.recompute(0, limit, ROUNDING, quick=True)
+        ranks.recompute(0, limit, ROUNDING)
         least = ranks.choices[0].leanest()
         if least > limit:
             # Of the plans with about the smallest peak the fastest is taken.
             always = min(level for group in self.groups for level in group[0].cost.other_bytes)
             limit = math.ceil(least + NEAR * (least - always))
-            ranks.recompute(0, limit, ROUNDING, quick=True)
+            ranks.recompute(0, limit, ROUNDING)
         found = ranks.choices[0].within(limit, ranks.seconds * (1 + ROUNDING))
-        return self._described(ranks.choices[0].smallest() if found is None else self._leaner(*found))
-
-    def _leaner(self, best: Placement, seconds: float) -> Placement:
-        """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
-        choices, allowed = self.ranks.choices[0], seconds * (1 + ROUNDING)
-        low = choices.leanest()
-        while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
-            middle = (low + best.peak_bytes) // 2
-            found = choices.within(middle, seconds, quick=True, allowed=allowed)
-            low, best = (middle, best) if found is None else (low, found[0])
-        return best
+        return self._described(ranks.choices[0].smallest() if found is None else found[0])
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""

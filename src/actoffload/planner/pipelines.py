@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import inf
 from typing import Any
 
 from .._arguments import check_fraction, check_kind, check_whole, number_of_bytes
@@ -14,14 +12,11 @@ from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.simulate import check_pipeline
 from .placement import Placement
-from .search import MARGINS, Choices, Knobs, Ranks
+from .search import Choices, Knobs, Ranks
 from .variants import StageVariants, by_stage
 
 FREE = 0.002
 """Part of the step by which a plan without a cost may take longer."""
-
-COSTS = "No plan of this rank"
-"""How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
 
 
 def plan_pipeline(
@@ -36,8 +31,6 @@ def plan_pipeline(
     memory_budget: int | str | Sequence[int | str] | None = None,
     variants: StageVariants | None = None,
     whole: bool = False,
-    send_latency: float = 0.0,
-    send_bandwidth: float = inf,
 ) -> tuple[PipelinePlan, ...]:
     """Return what each rank of a pipeline offloads, and when.
 
@@ -45,7 +38,7 @@ def plan_pipeline(
 
     Parameters
     ----------
-    orders, stages, link, send_latency, send_bandwidth
+    orders, stages, link
         As in `simulate_pipeline`.
     names : mapping of int to sequence of str, optional
         Names of the groups of each stage; by default their numbers.
@@ -84,7 +77,7 @@ def plan_pipeline(
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
     [1792, 1792, 1792, 1024]
     """
-    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    check_pipeline(orders, stages, link)
     if names is not None:
         check_kind(Mapping, names=names)
     if variants is not None:
@@ -100,29 +93,17 @@ def plan_pipeline(
         raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
     budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
     knobs = Knobs(fraction, delta, max_inflight, whole=whole)
-    ranks = Ranks(orders, stages, link, variants or {}, knobs, send_latency=send_latency, send_bandwidth=send_bandwidth)
+    ranks = Ranks(orders, stages, link, variants or {}, knobs)
     for rank, budget in enumerate(budgets):
         if budget is not None and variants:
             ranks.recompute(rank, budget, FREE)
-    return _plans(ranks, _best(ranks, budgets), names or {})
+    allowed = ranks.seconds * (1 + FREE)
+    found = [_chosen(each, budget, allowed) for each, budget in zip(ranks.choices, budgets, strict=True)]
+    return _plans(ranks, found, names or {})
 
 
 RankChoice = tuple[Placement, str]
 """What a rank does, and why."""
-
-
-def _best(ranks: Ranks, budgets: Sequence[int | None]) -> list[RankChoice]:
-    """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
-    allowed = ranks.seconds * (1 + FREE)  # that a step may take without a cost
-    found: list[RankChoice] = []
-    for margin in MARGINS:
-        choices = [replace(each, margin=margin) for each in ranks.choices]
-        found = [_chosen(each, budget, allowed) for each, budget in zip(choices, budgets, strict=True)]
-        if any(because.startswith(COSTS) for _, because in found):
-            return found
-        if ranks.simulated([placement for placement, _ in found])[1] <= allowed:
-            return found
-    return found
 
 
 def _chosen(rank: Choices, budget: int | None, allowed: float) -> RankChoice:
@@ -132,11 +113,10 @@ def _chosen(rank: Choices, budget: int | None, allowed: float) -> RankChoice:
         return rank.nothing, ""
     if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
         return rank.free, ""
-    found = rank.within(budget, allowed)
+    found, limit = rank.within(budget, allowed), f"is within the limit of {size(budget)}"
     if found is None:
-        return rank.smallest(), f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
-    free = found[1] <= allowed
-    return found[0], "" if free else f"{COSTS} without a cost in time is within the limit of {size(budget)}."
+        return rank.smallest(), f"No plan of this rank {limit}; this one has the smallest peak."
+    return found[0], "" if found[1] <= allowed else f"No plan of this rank without a cost in time {limit}."
 
 
 def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ..schedule.costs import Link
 from ..schedule.pipeline import Chunk, Computation, Moment, Step, Transfer, used_in
 from ..schedule.pipeline_plan import Actions, Call, actions_at, calls_of
 from ..schedule.run import RankRun
@@ -17,6 +16,8 @@ from ..schedule.stage_times import GroupTimes, StageTimes
 
 PHASES = 0, 2, 1, 3
 """Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""
+
+MARGIN = 0.1  # part of the time of a copy by which it is expected to be late
 
 
 class Spot(NamedTuple):
@@ -37,7 +38,6 @@ class Spots:
     runs: list[int]  # number of groups that are computed before
     all: list[Spot]  # in order of saving
     kinds: list[list[int]]  # positions in `all`, for each group of each stage
-    last_forward: int  # the moment at which the last forward starts
 
     @staticmethod
     def of(order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> Spots:
@@ -63,9 +63,7 @@ class Spots:
         kinds: dict[tuple[int, int], list[int]] = {}
         for k, spot in enumerate(found):
             kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
-        forwards = [k for k, step in enumerate(order) if step.computation is Computation.FORWARD]
-        last_forward = first[forwards[-1]] if forwards else 0
-        return Spots(moments, allowed, runs, found, [kinds[key] for key in sorted(kinds)], last_forward)
+        return Spots(moments, allowed, runs, found, [kinds[key] for key in sorted(kinds)])
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,16 @@ class Profile:
     needs: list[int]  # bytes on the device from each moment to the next, at most
     times: list[GroupTimes]
     ahead: list[float]  # seconds by which its copies must start before it is used
-    link: Link
 
     @staticmethod
-    def of(spots: Spots, rank: RankRun, times: Sequence[StageTimes], link: Link) -> Profile:
+    def of(spots: Spots, rank: RankRun, times: Sequence[StageTimes]) -> Profile:
         """Return the profile of a rank as it was run without offloading, with its moments noted."""
         when = list(accumulate(rank.when, max))
         groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
         ahead = [
             group.input_ahead if spot.split else group.back_ahead for group, spot in zip(groups, spots.all, strict=True)
         ]
-        return Profile(spots, when, rank.needs, groups, ahead, link)
+        return Profile(spots, when, rank.needs, groups, ahead)
 
     @property
     def peak_bytes(self) -> int:
@@ -128,6 +125,105 @@ class Profile:
             change[max(self.spots.all[k].use, release)] += nbytes
         return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
 
+    # Where to release and reload chunks
+
+    def place(self, chosen: Iterable[int], limit: float = inf, max_inflight: int | None = None) -> Placement:
+        """Return the placement of some spots.
+
+        A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would
+        exceed the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.
+        What would only be reloaded at once is kept, as are chunks whose forward starts while `max_inflight` others are
+        copied.  The peak may exceed the limit if no placement of these chunks fits.
+        """
+        order = sorted(chosen)
+        latest = self._latest_reloads(order)
+        releases = self._releases(order, latest, limit, max_inflight)
+        if limit < inf:
+            self._force(releases, limit)
+        return self._finish(releases, latest, limit)
+
+    def _latest_reloads(self, chosen: Sequence[int]) -> dict[int, int]:
+        """Return the last moment at which the reload of each chunk can start without a stall."""
+        when, spots, latest, free = self.when, self.spots.all, dict[int, int](), inf
+        for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
+            late = MARGIN * self.times[k].back
+            free = min(when[use] - self.ahead[k] - late, free - self.times[k].back - late)
+            m = min(bisect_right(when, free) - 1, use)
+            while m >= 0 and not self.spots.allowed[m]:
+                m -= 1
+            latest[k] = m
+        return latest
+
+    def _behind(self, m: int) -> int:
+        while not self.spots.allowed[m]:
+            m += 1
+        return m
+
+    def _releases(
+        self, chosen: Sequence[int], latest: Mapping[int, int], limit: float, max_inflight: int | None
+    ) -> dict[int, int]:
+        """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
+        when, found, ends, queue = self.when, dict[int, int](), list[float](), 0.0
+        for k in chosen:
+            spot, times, start = self.spots.all[k], self.times[k], when[self.spots.all[k].saved]
+            if max_inflight is not None:
+                ends = [end for end in ends if end > start]
+                if len(ends) >= max_inflight:
+                    continue
+            done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
+            m = bisect_left(when, done + MARGIN * times.out, spot.saved + 1)
+            m = self._behind(m) if m < spot.use else spot.use
+            if limit == inf and m >= latest[k]:
+                continue  # used too soon
+            found[k], queue = m, done
+            ends.append(done)
+        return found
+
+    def _force(self, releases: dict[int, int], limit: float) -> None:
+        """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
+        spots, needs = self.spots.all, self.needs_with(releases)
+        waiting = sorted(releases)
+        for m, need in enumerate(needs):  # those behind m change in this loop
+            if need <= limit or not self.spots.allowed[m]:  # [guard: planned release]
+                continue
+            for k in waiting:
+                spot, release = spots[k], releases[k]
+                if spot.saved >= m:
+                    break
+                if m < release:
+                    nbytes, stop = self.times[k].nbytes, min(release, spot.use)
+                    needs[m:stop] = [each - nbytes for each in needs[m:stop]]
+                    releases[k] = m
+                    if needs[m] <= limit:
+                        break
+            waiting = [k for k in waiting if releases[k] > m]
+
+    def _finish(self, releases: Mapping[int, int], latest: Mapping[int, int], limit: float) -> Placement:
+        """Return the placement with its reloads, no later than they must be and no earlier than memory allows."""
+        spots, placement = self.spots.all, Placement(self, self.needs_with(releases))
+        needs, placed = placement.needs, placement.placed
+        before = 0
+        for k in sorted(releases, key=lambda k: spots[k].use):
+            nbytes, use = self.times[k].nbytes, spots[k].use
+            reload, earliest = use, max(latest[k], releases[k], before)
+            if limit == inf:
+                reload = earliest
+            else:
+                while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
+                    reload -= 1
+                reload = self._behind(reload)
+            placement.add(nbytes, reload, use)
+            before = reload
+            placed[k] = releases[k], reload
+        runs = self.spots.runs
+        for k, (release, reload) in list(placed.items()):
+            nbytes = self.times[k].nbytes
+            for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
+            if release == reload or for_nothing:  # [guard: planned group that is kept]
+                del placed[k]
+                placement.add(nbytes, release, reload)
+        return placement
+
 
 @dataclass(slots=True)
 class Placement:
@@ -161,126 +257,3 @@ class Placement:
     def add(self, nbytes: int, start: int, stop: int) -> None:
         """Count bytes from one moment to another."""
         self.needs[start:stop] = [need + nbytes for need in self.needs[start:stop]]
-
-
-@dataclass(slots=True)
-class Placer:
-    """Chooses where to release and reload chunks.
-
-    A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would exceed
-    the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
-    only be reloaded at once is kept.  The peak may exceed the limit if no placement of these chunks fits.
-    """
-
-    profile: Profile
-    limit: float = inf
-    margin: float = 0.05  # part of the time of each copy by which it is expected to be late
-    early: float = 0.0  # seconds by which reloads are done earlier than needed, at most those of the group's backward
-    max_inflight: int | None = None  # copies to the host; a chunk whose forward starts during as many is kept
-    first_reload: float = inf  # seconds at which it has to start
-
-    def place(self, chosen: Collection[int]) -> Placement:
-        """Return the placement of chosen chunks."""
-        latest = self._latest_reloads(chosen)
-        releases = self._releases(sorted(chosen), latest)
-        if self.limit < inf:
-            self._force(releases)
-        return self._finish(releases, latest)
-
-    def _latest_reloads(self, chosen: Collection[int]) -> dict[int, int]:
-        """Return the last moment at which the reload of each chunk can start without a stall."""
-        profile, margin, free = self.profile, self.margin, inf
-        when, spots = profile.when, profile.spots.all
-        latest, forwards = dict[int, int](), when[profile.spots.last_forward] if when else 0.0
-        self.first_reload = inf
-        for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
-            times = profile.times[k]
-            seconds, ahead = times.back, profile.ahead[k]
-            if when[use] <= forwards:
-                slow = self._slow()
-                seconds, ahead = seconds * slow, ahead + seconds * (slow - 1)
-            room = margin * seconds + min(self.early, times.cost.backward)
-            free = min(when[use] - ahead - room, free - (1 + margin) * seconds)
-            m = min(bisect_right(when, free) - 1, use)
-            while m >= 0 and not profile.spots.allowed[m]:
-                m -= 1
-            latest[k] = m
-            self.first_reload = min(self.first_reload, free)
-        return latest
-
-    def _slow(self) -> float:
-        """Return how many times longer copies take while both directions are busy."""
-        link = self.profile.link
-        both = link.d2h + link.h2d
-        return max(both / link.both, 1.0) if link.both is not None and both < inf else 1.0
-
-    def _behind(self, m: int) -> int:
-        while not self.profile.spots.allowed[m]:
-            m += 1
-        return m
-
-    def _releases(self, chosen: list[int], latest: dict[int, int]) -> dict[int, int]:
-        """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
-        profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
-        when, found, ends = profile.when, dict[int, int](), list[float]()
-        for k in chosen:
-            spot, times, start = profile.spots.all[k], profile.times[k], when[profile.spots.all[k].saved]
-            if self.max_inflight is not None:
-                ends = [end for end in ends if end > start]
-                if len(ends) >= self.max_inflight:
-                    continue
-            factor = slow if start >= self.first_reload else 1.0
-            done = max(max(queue, start + times.out_ready) + times.out * factor, start + times.out_after)
-            m = bisect_left(when, done + margin * times.out * factor, spot.saved + 1)
-            m = self._behind(m) if m < spot.use else spot.use
-            if self.limit == inf and m >= latest[k]:
-                continue  # used too soon
-            found[k], queue = m, done
-            ends.append(done)
-        return found
-
-    def _force(self, releases: dict[int, int]) -> None:
-        """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
-        spots, needs, limit = self.profile.spots.all, self.profile.needs_with(releases), self.limit
-        waiting = sorted(releases)
-        for m, need in enumerate(needs):  # those behind m change in this loop
-            if need <= limit or not self.profile.spots.allowed[m]:  # [guard: planned release]
-                continue
-            for k in waiting:
-                spot, release = spots[k], releases[k]
-                if spot.saved >= m:
-                    break
-                if m < release:
-                    nbytes, stop = self.profile.times[k].nbytes, min(release, spot.use)
-                    needs[m:stop] = [each - nbytes for each in needs[m:stop]]
-                    releases[k] = m
-                    if needs[m] <= limit:
-                        break
-            waiting = [k for k in waiting if releases[k] > m]
-
-    def _finish(self, releases: dict[int, int], latest: dict[int, int]) -> Placement:
-        """Return the placement with its reloads, no later than they must be and no earlier than memory allows."""
-        profile, limit, spots = self.profile, self.limit, self.profile.spots.all
-        placement = Placement(profile, profile.needs_with(releases))
-        needs, placed = placement.needs, placement.placed
-        before = 0
-        for k in sorted(releases, key=lambda k: spots[k].use):
-            nbytes, use = profile.times[k].nbytes, spots[k].use
-            reload, earliest = use, max(latest[k], releases[k], before)
-            if limit == inf:
-                reload = earliest
-            else:
-                while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
-                    reload -= 1
-                reload = self._behind(reload)
-            placement.add(nbytes, reload, use)
-            before = reload
-            placed[k] = releases[k], reload
-        runs = profile.spots.runs
-        for k, (release, reload) in list(placed.items()):
-            nbytes = profile.times[k].nbytes
-            for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
-            if release == reload or for_nothing:  # [guard: planned group that is kept]
-                del placed[k]
-                placement.add(nbytes, release, reload)
-        return placement

@@ -2,15 +2,15 @@
 
 Groups are recomputed in steps, the cheapest bytes first, and for each number of steps as few groups are offloaded as
 the limit asks for.  The step is fastest for some number of steps, which is searched; all groups in one way, as far as
-whole replay of everything, are among the candidates.  Blocks are alike, so which of them come first is tried, too.  At
-last single groups are changed as long as that makes the step shorter.
+whole replay of everything, are among the candidates.  Blocks are alike, so both are tried: from the last and from the
+first on.  At last single groups are changed as long as that makes the step shorter.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,18 +23,13 @@ from ..schedule.pipeline_plan import Actions
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 from ..schedule.stage_times import StageTimes
-from .placement import Placement, Placer, Profile, Spots
+from .placement import Placement, Profile, Spots
 from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
-MARGINS = 0.05, 0.15, 0.3, 0.6
-"""Parts of the time of a copy by which it is expected to be late; the next is tried if the simulation stalls."""
-
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-FEW, TRIALS = 3, 12  # numbers of parts that are tried for a limit: the fewest that fit, and others
+FEW = 3  # numbers of parts that are tried for a limit, from the fewest that fit
 EXTENTS = 6  # extents of recomputation that are tried at first
-FINEST = 32  # part of all extents up to which it is searched between them
-TRIES, MOST_TRIES = 28, 200  # choices of ways that are tried: for many moments, for few
-WORK = 3500  # choices times moments, between them
+LEAST, MOST, WORK = 24, 100, 3500  # choices of ways that are tried: for many moments, for few, and times the moments
 
 Rank: TypeAlias = tuple[bool, float, float]
 """Where the limit is kept: False, the time, and that of recomputation; otherwise True, the peak, and the time."""
@@ -48,8 +43,6 @@ class Knobs:
     delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
     max_inflight: int | None = None  # groups that may be copied to the host at a time
     host_limit: int | None = None  # bytes of host memory on each rank
-    stages: Collection[int] | None = None  # whose groups may be offloaded
-    early: float = 0.0  # part of the time behind the last forward by which reloads are done earlier than needed
     whole: bool = False  # every group is run in the last of its ways
 
     @property
@@ -66,15 +59,10 @@ class Choices:
     rank: int  # its number
     knobs: Knobs
     pipeline: Pipeline  # of all ranks
-    margin: float = MARGINS[0]  # as in `Placer`
 
     def __post_init__(self) -> None:
         profile, knobs = self.profile, self.knobs
-        idle = [
-            (seconds, members, profile.times[members[0]].nbytes)
-            for seconds, members in profile.idle()
-            if knobs.stages is None or profile.spots.all[members[0]].chunk.stage in knobs.stages
-        ]
+        idle = [(seconds, members, profile.times[members[0]].nbytes) for seconds, members in profile.idle()]
         room = sum(nbytes for *_, nbytes in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= self.rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
@@ -84,14 +72,11 @@ class Choices:
                 room, host = room - nbytes, host - nbytes * len(members)
                 possible.append(members)
                 free += [members] if seconds > 0 else []
-        self.parts, self._free = profile.parts(possible), profile.parts(free)
-        when = profile.when
-        self._early = knobs.early * (when[-1] - when[profile.spots.last_forward]) if when else 0.0
+        self.parts, self._free = profile.parts(possible), free
 
-    def _place(self, parts: Sequence[Sequence[int]], limit: float = inf) -> Placement:
+    def _place(self, parts: Iterable[Iterable[int]], limit: float = inf) -> Placement:
         """Return the placement of some parts."""
-        placer = Placer(self.profile, limit, self.margin, self._early, self.knobs.max_inflight)
-        return placer.place([k for part in parts for k in part])
+        return self.profile.place(list(chain.from_iterable(parts)), limit, self.knobs.max_inflight)
 
     @cached_property
     def free(self) -> Placement:
@@ -103,45 +88,31 @@ class Choices:
         """The placement that offloads nothing."""
         return Placement(self.profile, list(self.profile.needs))
 
-    def _fewest(
-        self, order: Sequence[list[int]], limit: float, *, quick: bool, both: bool
-    ) -> Iterator[Sequence[list[int]]]:
-        """Yield the fewest first parts that may be within a limit, and some more unless a quick answer is enough."""
-        count = len(order)
-        least = bisect_left(range(1, count + 1), True, key=lambda number: self.leanest(order[:number]) <= limit) + 1
-        numbers = [least] if quick and both else [least, least + FEW] if quick else [*range(least, least + FEW)]
-        if not quick:
-            numbers += [*range(least + FEW, count, max(count // TRIALS, 1)), count]
-        for number in dict.fromkeys(number for number in numbers if least <= number <= count):
-            yield order[:number]
-
     def leanest(self, parts: Sequence[list[int]] | None = None) -> int:
         """Return a bound of the smallest peak with some parts, or with all."""
-        return self.profile.leanest(k for part in (self.parts if parts is None else parts) for k in part)
+        return self.profile.leanest(chain.from_iterable(self.parts if parts is None else parts))
 
-    def within(
-        self, limit: float, free: float, *, quick: bool = False, allowed: float = inf
-    ) -> tuple[Placement, float] | None:
+    def within(self, limit: float, free: float, allowed: float = inf) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is the one of the fewest parts.  A `quick` answer tries the fewest
-        parts only.
+        Of those that take at most `free` seconds it is the one of the fewest parts.
         """
         if self.profile.peak_bytes <= limit:
             return self.nothing, self.seconds(self.nothing)
         found = None
         largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
-        orders = [self.parts] if largest == self.parts else [self.parts, largest]
-        sets = [parts for order in orders for parts in self._fewest(order, limit, quick=quick, both=len(orders) > 1)]
-        placed = (self._place(parts, limit) for parts in sets)
-        for placement in chain(placed, () if quick else (self.free,)):
-            if placement.peak_bytes > limit:
-                continue
-            took = self.seconds(placement, allowed)
-            if took < allowed:
-                found, allowed = (placement, took), took * (1 - ROUNDING)
-            if took <= free:
-                break
+        for order in (self.parts,) if largest == self.parts else (self.parts, largest):
+            numbers = range(1, len(order) + 1)
+            least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
+            for number in numbers[least : least + FEW]:
+                placement = self._place(order[:number], limit)
+                if placement.peak_bytes > limit:
+                    continue
+                took = self.seconds(placement, allowed)
+                if took < allowed:
+                    found, allowed = (placement, took), took * (1 - ROUNDING)
+                if took <= free:
+                    return found
         return found
 
     def seconds(self, placement: Placement, allowed: float = inf) -> float:
@@ -194,7 +165,7 @@ class Ranks:
             pipeline.times = [self._stage_times(stage, mine.get(stage, {})) for stage in range(len(self.plain))]
             runs = pipeline.run([{}] * len(self.orders), note=True)
             choices = [
-                Choices(Profile.of(spots, run, pipeline.times, pipeline.link), rank, self.knobs, pipeline)
+                Choices(Profile.of(spots, run, pipeline.times), rank, self.knobs, pipeline)
                 for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
             ]
             self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
@@ -218,28 +189,28 @@ class Ranks:
         ranks = self.pipeline.run([placement.actions() for placement in placements])
         return ranks, max((rank.compute for rank in ranks), default=0.0)
 
-    def recompute(self, rank: int, limit: float, free: float, *, quick: bool = False) -> None:
+    def recompute(self, rank: int, limit: float, free: float) -> None:
         """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.
 
         They stay as they are if that takes no more than a `free` part of the step longer than without a limit.  If the
-        limit cannot be kept, they are those with the smallest peak.  `quick` is as in `Choices.within`.
+        limit cannot be kept, they are those with the smallest peak.
         """
         if self.knobs.whole:
             return
         stages = {step.stage for step in self.orders[rank]}
         if not any(stage in stages for stage, _ in self.ways):
             most = self.seconds * (1 + free)
-            found = self.choices[rank].within(limit, most, quick=quick)
+            found = self.choices[rank].within(limit, most)
             if found is not None and found[1] <= most:
                 return
-        self.use(_Greedy(self, rank, limit, free, quick).best())
+        self.use(_Greedy(self, rank, limit, free).best())
 
 
 class _Greedy:
     """Searches the ways of the groups of a rank: the cheapest bytes first, as many as make the step shortest."""
 
-    def __init__(self, ranks: Ranks, rank: int, limit: float, free: float, quick: bool) -> None:
-        self._ranks, self._which, self._limit, self._free, self._quick = ranks, rank, limit, free, quick
+    def __init__(self, ranks: Ranks, rank: int, limit: float, free: float) -> None:
+        self._ranks, self._which, self._limit, self._free = ranks, rank, limit, free
         self._others = ranks.ways
         order = ranks.orders[rank]
         self._number = Counter(step.stage for step in order if step.computation is Computation.FORWARD)
@@ -250,7 +221,7 @@ class _Greedy:
         self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
         plain = [(ranks.plain[stage].groups, number) for stage, number in sorted(self._number.items())]
         self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
-        self._tries = min(max(WORK // max(len(ranks.choices[rank].profile.needs), 1), TRIES), MOST_TRIES)
+        self._tries = min(max(WORK // max(len(ranks.choices[rank].profile.needs), 1), LEAST), MOST)
         self._known: dict[Key, Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
 
@@ -259,15 +230,10 @@ class _Greedy:
         self._rank({pair: way for pair, way in self._others.items() if pair in self._saved})
         self._rank({})
         self._rank({pair: len(each) - 1 for pair, each in self._saved.items() if len(each) > 1})
-        first, *others = _orders(len(self._pairs))
-        place = self._search(self._upgrades(first))
-        for order in others:
-            self._search(self._upgrades(order), place)
+        place = self._search(upgrades(self._pairs[::-1], self._saved, self._seconds))
+        self._search(upgrades(self._pairs, self._saved, self._seconds), place)
         self._improve()
         return {**self._others, **self._best[1]}
-
-    def _upgrades(self, order: Sequence[int]) -> list[Upgrade]:
-        return upgrades([self._pairs[k] for k in order], self._saved, self._seconds)
 
     def _rank(self, ways: Ways) -> Rank:
         key = tuple(sorted(ways.items()))
@@ -288,7 +254,7 @@ class _Greedy:
         else:
             allowed = longest * (1 + ROUNDING)
             most = ranks.seconds * (1 + self._free)
-            found = ranks.choices[self._which].within(self._limit, most, quick=self._quick, allowed=allowed)
+            found = ranks.choices[self._which].within(self._limit, most, allowed)
             if found is not None:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
@@ -310,9 +276,9 @@ class _Greedy:
         near = range(0, len(steps) + 1, stride) if place is None else (place, place - stride, place + stride)
         while True:
             place = min((k for k in (*near, len(steps)) if 0 <= k <= len(steps)), key=rank)
-            if stride <= max(len(steps) // FINEST, 1):
+            if stride == 1:
                 return place
-            stride = max(stride // 2, 1)
+            stride //= 2
             near = place, place - stride, place + stride
 
     def _improve(self) -> None:
@@ -321,12 +287,12 @@ class _Greedy:
         A block saves more or less, or as much as without recomputation, or more and the next one less, or the other way
         round.
         """
-        count = len(self._pairs)
+        count, most = len(self._pairs), max(map(len, self._saved.values()), default=0)
         size = (count + 1) // 2
         while size and len(self._known) < self._tries:
             improved = False
             for start in reversed(range(0, count, size)):  # the last groups are the cheapest to keep
-                for here, next_ in ((-1, 0), (-MOST_TRIES, 0), (-1, 1), (1, -1), (1, 0)):
+                for here, next_ in ((-1, 0), (-most, 0), (-1, 1), (1, -1), (1, 0)):
                     best, ways = self._best
                     other = dict(ways)
                     for k, pair in enumerate(self._pairs[start : start + 2 * size]):
@@ -335,10 +301,3 @@ class _Greedy:
                     improved |= self._rank({pair: way for pair, way in other.items() if way}) < best
             if not improved:
                 size = 0 if size == 1 else max(size // 4, 1)
-
-
-def _orders(count: int) -> list[list[int]]:
-    """Return orders of groups that cost the same: from the last, from the first, and at about equal distances."""
-    bits = max(count - 1, 1).bit_length()
-    spread = sorted(range(count), key=lambda k: int(f"{k:0{bits}b}"[::-1], 2))
-    return [list(reversed(range(count))), list(range(count)), spread]

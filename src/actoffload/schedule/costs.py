@@ -173,8 +173,6 @@ class Link:
     ----------
     d2h, h2d : float
         Bytes per second from device to host and from host to device; infinity is allowed.
-    latency : float
-        Seconds that each copy takes in addition.
     both : float, optional
         Bytes per second of both directions in sum while both are busy.  The direction that was busy first keeps its
         bandwidth, and the other has what is left.
@@ -182,14 +180,12 @@ class Link:
 
     d2h: float
     h2d: float
-    latency: float = 0.0
     both: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("d2h", self.d2h), ("h2d", self.h2d), ("both", self.both)):
             if value is not None or name != "both":
                 check_fits("bytes per second, more than 0", lambda value: value > 0, **{name: value})
-        check_seconds(latency=self.latency)
 
     @staticmethod
     def slowest(links: Iterable[Link]) -> Link:
@@ -198,7 +194,6 @@ class Link:
         return Link(
             min(link.d2h for link in known),
             min(link.h2d for link in known),
-            max(link.latency for link in known),
             min((link.both for link in known if link.both is not None), default=None),
         )
 
@@ -217,7 +212,7 @@ def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
     """Return the seconds of the copies to the host, and from the start of forward until they are done."""
     total = end = 0.0
     for saved in cost.saved:
-        seconds = link.latency + saved.nbytes / link.d2h
+        seconds = saved.nbytes / link.d2h
         total += seconds
         end = max(end, saved.saved_at * cost.forward) + seconds
     return total, end
@@ -227,7 +222,7 @@ def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
     """Return the seconds of the copies back, and by how much they must start before backward does."""
     total, ahead = 0.0, float("-inf")
     for saved in reversed(cost.saved):
-        total += link.latency + saved.nbytes / link.h2d
+        total += saved.nbytes / link.h2d
         needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
         ahead = max(ahead, total - needed)
     return total, ahead

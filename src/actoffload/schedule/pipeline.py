@@ -92,8 +92,6 @@ class StageCost:
     boundary_bytes : int
         Bytes of the stage's input and output, unless they are among what the groups save, that are kept from the start
         of a microbatch's forward to the end of its full or weight backward.
-    sent_forward, sent_backward : int
-        Bytes of the output that are sent to the next stage, and of the gradient that is sent to the previous one.
     other_bytes : int
         Bytes that are always on the device: weights, the state of the optimizer, gradients that stay between steps.
     output_bytes : int
@@ -115,8 +113,6 @@ class StageCost:
     groups: tuple[LayerCost, ...]
     splits: tuple[SplitCost, ...] = ()
     boundary_bytes: int = 0
-    sent_forward: int = 0
-    sent_backward: int = 0
     other_bytes: int = 0
     output_bytes: int = 0
     gradient_bytes: tuple[int, ...] = ()
@@ -133,8 +129,7 @@ class StageCost:
                 raise ValueError(f"There are {len(given)} {what} for {len(self.groups)} groups; give one for each.")
         for nbytes in self.gradient_bytes:
             check_bytes(gradient_bytes=nbytes)
-        scalars = "boundary_bytes", "sent_forward", "sent_backward", "other_bytes", "output_bytes", "between_bytes"
-        for name in scalars:
+        for name in ("boundary_bytes", "other_bytes", "output_bytes", "between_bytes"):
             check_bytes(**{name: getattr(self, name)})
 
     @property

@@ -36,7 +36,6 @@ class CompiledStep(NamedTuple):
 
     needs: int  # number of what another stage sends, or -1
     sends: int  # number of what it sends, or -1
-    delay: float  # seconds until that is where it is needed
     step: Step
 
 
@@ -107,7 +106,7 @@ class RankRun:
         A rank that waits for what this one sends goes from `waiting` to `ready`.
         """
         for number in range(len(self.starts), len(self.steps)):
-            needs, sends, delay, step = self.steps[number]
+            needs, sends, step = self.steps[number]
             if needs >= 0:
                 arrival = arrivals[needs]
                 if arrival == NEVER:
@@ -122,7 +121,7 @@ class RankRun:
             if self.compute > self.allowed:
                 return STOPPED
             if sends >= 0:
-                arrivals[sends] = self.compute + delay
+                arrivals[sends] = self.compute
                 if sends in waiting:
                     ready.append(waiting.pop(sends))
         return -1
@@ -279,7 +278,7 @@ class RankRun:
         """Queue copies to the host."""
         piece = copy.piece
         begin = max(self.d2h, copy.ready)
-        done = self._copied(begin, piece.latency, piece.out, self.h2d, back=False)
+        done = self.link.end(begin, piece.out, self.h2d, back=False)
         self.d2h = copy.copied = max(done, copy.ready + piece.out_lag)
         self.bytes_out += piece.nbytes
         if self.record:
@@ -289,16 +288,11 @@ class RankRun:
         """Queue copies to the device at the present time of compute."""
         piece = copy.piece
         begin = max(self.h2d, self.compute)
-        self.h2d = copy.arrival = self._copied(begin, piece.latency, piece.back, self.d2h, back=True)
+        self.h2d = copy.arrival = self.link.end(begin, piece.back, self.d2h, back=True)
         copy.on_device = True
         self.bytes_back += piece.nbytes
         if self.record:
             self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, piece.nbytes))
-
-    def _copied(self, start: float, latency: float, seconds: float, busy: float, *, back: bool) -> float:
-        if busy <= start:
-            return start + (latency + seconds)
-        return self.link.end(start + latency, seconds, busy, back=back)
 
     # Actions
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any
 
-from .._arguments import check_fits, check_kind, check_kinds, check_seconds
+from .._arguments import check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link
 from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
@@ -187,9 +187,6 @@ def simulate_pipeline(
     stages: Sequence[StageCost],
     link: Link,
     plans: Sequence[PipelinePlan | None] | None = None,
-    *,
-    send_latency: float = 0.0,
-    send_bandwidth: float = inf,
 ) -> PipelineSimulation:
     """Predict one step of a pipeline schedule on all ranks.
 
@@ -204,8 +201,6 @@ def simulate_pipeline(
         How fast copies between a device and its host are while all ranks copy.
     plans : sequence, optional
         What each rank offloads; None for a rank that offloads nothing, and by default for all.
-    send_latency, send_bandwidth : float
-        Seconds and bytes per second for sending the output of a stage, or its gradient, to another rank.
 
     Returns
     -------
@@ -219,8 +214,8 @@ def simulate_pipeline(
 
     Notes
     -----
-    A forward starts when that of the previous stage is sent, a backward when that of the next stage is.  What stages
-    send that are in no order is there from the start.  Sends do not take time of compute.  Copies of a chunk to the
+    A forward starts when that of the previous stage has ended, a backward when that of the next stage has.  Sends take
+    no time.  What stages send that are in no order is there from the start.  Copies of a chunk to the
     host start as its tensors are saved, those back at the moment of the plan, and in one direction they run one after
     the other.  Bytes are counted as `PipelinePlan` says; since the plan says when, they do not depend on times.
     Gradients of weights are there from the first backward of their group in the step.
@@ -237,7 +232,7 @@ def simulate_pipeline(
          0        2.00 GiB  2.00 GiB      0 bytes    0.00 ms   30.00 ms
          1        1.00 GiB  1.00 GiB      0 bytes    0.00 ms   10.00 ms
     """
-    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    check_pipeline(orders, stages, link)
     if plans is not None:
         check_kinds(PipelinePlan, optional=True, plans=plans)
     steps = [tuple(order) for order in orders]
@@ -252,7 +247,7 @@ def simulate_pipeline(
         for stage, names in plan.names.items():
             if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
-    pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
+    pipeline = Pipeline(steps, stages, link)
     baseline = _simulated(pipeline, [{}] * len(steps))
     actions: list[Actions] = [{} if plan is None else plan.actions for plan in planned]
     return PipelineSimulation(_simulated(pipeline, actions) if any(actions) else baseline, baseline)
@@ -278,13 +273,7 @@ def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimu
     )
 
 
-def check_pipeline(
-    orders: Sequence[Sequence[Step]],
-    stages: Sequence[StageCost],
-    link: Link,
-    send_latency: float,
-    send_bandwidth: float,
-) -> None:
+def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost], link: Link) -> None:
     """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that cannot be."""
     check_kinds(Sequence, orders=orders)
     check_kinds(StageCost, stages=stages)
@@ -298,8 +287,6 @@ def check_pipeline(
         if without:
             raise ValueError(f"Stage {max(without)} has an input backward, but its cost has no splits.")
     check_kind(Link, link=link)
-    check_seconds(send_latency=send_latency)
-    check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
 
 
 class Pipeline:
@@ -314,8 +301,6 @@ class Pipeline:
         orders: Sequence[Sequence[Step]],
         stages: Sequence[StageCost],
         link: Link,
-        send_latency: float = 0.0,
-        send_bandwidth: float = inf,
         *,
         host_seconds: float = 0.0,
         model: bool = False,
@@ -323,31 +308,27 @@ class Pipeline:
     ) -> None:
         self.link, self._exact = link, exact
         self._how: dict[str, Any] = {"host_seconds": host_seconds, "label": 0 if model else 1}
-        self.latency, self.bandwidth = send_latency, send_bandwidth
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
-        self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
+        self.stages = {step.stage for order in orders for step in order}
         self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
         self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
-        self.compiled = [[self._compile(rank, step) for step in order] for rank, order in enumerate(orders)]
+        self.compiled = [[self._compile(step) for step in order] for order in orders]
 
     def stage_times(self, cost: StageCost) -> StageTimes:
         """Return the times of a stage."""
         return StageTimes(cost, self.link, self._exact)
 
-    def _compile(self, rank: int, step: Step) -> CompiledStep:
-        cost, forward = self.times[step.stage].cost, step.computation is Computation.FORWARD
+    def _compile(self, step: Step) -> CompiledStep:
         if step.computation is Computation.BACKWARD_WEIGHT:
-            return CompiledStep(-1, -1, 0.0, step)
-        before, behind = (step.stage - 1, step.stage + 1) if forward else (step.stage + 1, step.stage - 1)
+            return CompiledStep(-1, -1, step)
+        forward = step.computation is Computation.FORWARD
+        before = step.stage - 1 if forward else step.stage + 1
 
         def message(stage: int) -> int:
             return (2 * stage + forward) * self.microbatches + step.microbatch
 
-        nbytes = cost.sent_forward if forward else cost.sent_backward
-        far = self.rank_of.get(behind, rank) != rank
-        delay = self.latency + nbytes / self.bandwidth if far else 0.0
-        return CompiledStep(message(before) if before in self.rank_of else -1, message(step.stage), delay, step)
+        return CompiledStep(message(before) if before in self.stages else -1, message(step.stage), step)
 
     def run(
         self, actions: Sequence[Actions], *, record: bool = False, note: bool = False, allowed: float = inf

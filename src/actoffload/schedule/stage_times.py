@@ -15,7 +15,6 @@ class Piece(NamedTuple):
 
     nbytes: int
     tensors: int
-    latency: float  # seconds before the copies, which no other copy slows down
     out: float  # seconds of the copies to the host
     out_lag: float  # from where the first can start until all are done at the earliest
     back: float  # seconds of the copies to the device
@@ -67,11 +66,8 @@ class GroupTimes:
         """The pieces of the group."""
         saved, link = self.cost.saved, self._link
         if self._exact:
-            return tuple(
-                Piece(each.nbytes, 1, link.latency, each.nbytes / link.d2h, 0.0, each.nbytes / link.h2d)
-                for each in saved
-            )
-        one = Piece(self.nbytes, len(saved), 0.0, self.out, self.out_after - self.out_ready, self.back)
+            return tuple(Piece(each.nbytes, 1, each.nbytes / link.d2h, 0.0, each.nbytes / link.h2d) for each in saved)
+        one = Piece(self.nbytes, len(saved), self.out, self.out_after - self.out_ready, self.back)
         return (one,) if saved else ()
 
     def uses(self, computation: Computation) -> tuple[Use, ...]:

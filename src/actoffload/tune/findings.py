@@ -179,8 +179,7 @@ class Findings:
 
     def _planned(self, search: Callable[..., T], **changes: Any) -> T:
         """Return what a function of the planner finds by the costs that were measured."""
-        among = None if self.link else ()
-        known = {"host_seconds": HOST_SECONDS, "among": among, "host_limit": self.host_limit}
+        known = {"host_seconds": HOST_SECONDS, "host_limit": self.host_limit if self.link else 0}
         return search(self.names, self.ways, self.link or NO_LINK, **{**known, **changes})
 
     def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None, *, proves: bool = False) -> Fit:
