@@ -117,7 +117,6 @@ def test_measuring(call: Callable[[], object], expected: str):
         (lambda: schedule.Plan(LARGE), f"model_layers is {LARGE}; expected a whole number, at least 1 below 2**63."),
         (lambda: schedule.Plan(2, 5), "steps is 5; expected a Mapping."),
         (lambda: schedule.gpipe("x", 4), "ranks is 'x'; expected a whole number, at least 1."),
-        (lambda: schedule.interleaved_1f1b(4, 9), "microbatches is 9; with 4 ranks expected a multiple of the 2 round"),
         (lambda: schedule.read_order(5), "actions is 5; expected a Iterable."),
         (lambda: schedule.read_order(["1X2"]), "'1X2' is no step of a pipeline; expected a stage"),
         (lambda: schedule.simulate_pipeline([[5]], STAGES, LINK), "orders[0][0] is 5; expected a Step."),

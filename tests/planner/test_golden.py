@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline_cases import interleaved_1f1b, looped_bfs
 from planning import GIB, MIB, convex
 
 from actoffload.planner import choose, plan_pipeline
@@ -18,8 +19,6 @@ from actoffload.schedule import (
     Saved,
     SplitCost,
     StageCost,
-    interleaved_1f1b,
-    looped_bfs,
     one_f_one_b,
     read_order,
     simulate,

@@ -22,7 +22,6 @@ from actoffload.schedule import (
     SplitCost,
     StageCost,
     Step,
-    interleaved_1f1b,
     one_f_one_b,
     simulate_pipeline,
 )
@@ -45,7 +44,7 @@ def simulated(
 @given(st.data())
 @settings(deadline=None, max_examples=20)
 def test_a_fraction_costs_nothing(data: st.DataObject) -> None:
-    orders, count, split = data.draw(pipeline_cases.schedules())
+    orders, count, split = data.draw(pipeline_cases.orders_of_schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
     link = Link(data.draw(st.sampled_from([32.0, 512.0])), 256.0, both=data.draw(st.sampled_from([None, 260.0])))
     plans = plan_pipeline(orders, stages, link, fraction=1.0)
@@ -60,7 +59,7 @@ def test_a_fraction_costs_nothing(data: st.DataObject) -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=20)
 def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
-    orders, count, split = data.draw(pipeline_cases.schedules())
+    orders, count, split = data.draw(pipeline_cases.orders_of_schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
     budget = data.draw(st.integers(100, 1500))
     plans = plan_pipeline(orders, stages, Link(64.0, 64.0), memory_budget=budget)
@@ -76,7 +75,7 @@ def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
 def test_dense_interleaved_drops_by_60_percent(ranks: int) -> None:
     """16 microbatches, 2 stages a rank, and copies that take two thirds of the compute of their groups."""
     began = time.process_time()
-    orders, stages = interleaved_1f1b(ranks, 16), [StageCost((GROUP,) * 4)] * (2 * ranks)
+    orders, stages = pipeline_cases.interleaved_1f1b(ranks, 16), [StageCost((GROUP,) * 4)] * (2 * ranks)
     rate = 256 * MIB / 0.020
     for link in (Link(rate, rate), Link(rate, rate, both=1.6 * rate)):
         without = simulate_pipeline(orders, stages, link).baseline

@@ -1,35 +1,12 @@
 """The orders are those that PyTorch executes."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pipeline_cases import RecordingStage, planned
 from torch.distributed.pipelining import schedules
 
-from actoffload.schedule import Computation, Step, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, read_order
-
-
-class RecordingStage:
-    """A stage that only notes what its schedule calls."""
-
-    def __init__(self, index: int, ranks: int, stages: int) -> None:
-        self.stage_index, self.num_stages = index, stages
-        self.group_rank, self.group_size, self.group = index % ranks, ranks, None
-        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
-        self.submod = SimpleNamespace()
-        self.stage_index_to_group_rank: dict[int, int] = {k: k % ranks for k in range(stages)}
-        self.calls: list[Step] = []
-
-    def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
-        self.calls.append(Step(self.stage_index, Computation.FORWARD, microbatch))
-
-    def backward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
-        self.calls.append(Step(self.stage_index, Computation.BACKWARD, microbatch))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("get_"):
-            return lambda *_: []  # no communication
-        return lambda *_, **__: None
+from actoffload.schedule import Computation, Step, gpipe, one_f_one_b, read_order
 
 
 def executed(schedule: type, rank: int, ranks: int, microbatches: int) -> tuple[Step, ...]:
@@ -40,13 +17,6 @@ def executed(schedule: type, rank: int, ranks: int, microbatches: int) -> tuple[
     made._initialize_stage = lambda *_: None
     made._step_microbatches([()] * microbatches, [{}] * microbatches)
     return tuple(stage.calls)
-
-
-def planned(schedule: type, ranks: int, microbatches: int, each: int = 2) -> tuple[tuple[Step, ...], ...]:
-    """Return the orders that a schedule of several stages a rank makes."""
-    stages = [RecordingStage(k * ranks, ranks, ranks * each) for k in range(each)]
-    made = schedule(stages, microbatches)
-    return tuple(read_order(made.pipeline_order[rank]) for rank in range(ranks))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 5), (4, 8), (4, 2)])
@@ -60,13 +30,6 @@ def test_one_stage_a_rank(schedule: type, orders: Any, ranks: int, microbatches:
         return
     expected = tuple(executed(schedule, rank, ranks, microbatches) for rank in range(ranks))
     assert orders(ranks, microbatches) == expected
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "each"), [(2, 4, 2), (4, 8, 3), (4, 10, 2), (4, 3, 2), (1, 4, 2)])
-def test_several_stages_a_rank(ranks: int, microbatches: int, each: int) -> None:
-    expected = planned(schedules.ScheduleInterleaved1F1B, ranks, microbatches, each)
-    assert interleaved_1f1b(ranks, microbatches, each) == expected
-    assert looped_bfs(ranks, microbatches, each) == planned(schedules.ScheduleLoopedBFS, ranks, microbatches, each)
 
 
 def test_zero_bubble_and_overlap_are_read() -> None:

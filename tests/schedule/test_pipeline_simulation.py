@@ -23,7 +23,6 @@ from actoffload.schedule import (
     StageCost,
     Transfer,
     gpipe,
-    looped_bfs,
     one_f_one_b,
     read_order,
     simulate_pipeline,
@@ -78,7 +77,7 @@ def test_split_backward_by_hand() -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 def test_every_pipeline(data: st.DataObject) -> None:
-    orders, count, split = data.draw(pipeline_cases.schedules())
+    orders, count, split = data.draw(pipeline_cases.orders_of_schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
     plans = data.draw(pipeline_cases.plans(orders, stages))
     link = Link(data.draw(st.sampled_from([16.0, 256.0])), 64.0, both=data.draw(st.sampled_from([None, 70.0])))
@@ -162,7 +161,7 @@ def test_what_cannot_run_is_named() -> None:
 
 
 def test_a_table_by_rank() -> None:
-    text = str(simulate_pipeline(looped_bfs(2, 2), [STAGE] * 4, FAST))
+    text = str(simulate_pipeline(pipeline_cases.looped_bfs(2, 2), [STAGE] * 4, FAST))
     assert text.splitlines()[0] == "step 15000.00 ms, 1.000 x no offload"
     assert text.splitlines()[2].split() == ["rank", "peak", "without", "peak", "offloaded", "stalled", "bubbles"]
 

@@ -1,8 +1,12 @@
 """Random pipelines for property tests."""
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
 from actoffload.schedule import (
     Chunk,
@@ -16,12 +20,51 @@ from actoffload.schedule import (
     Step,
     Transfer,
     gpipe,
-    interleaved_1f1b,
-    looped_bfs,
     one_f_one_b,
+    read_order,
 )
 
 Orders = Sequence[tuple[Step, ...]]
+
+
+# Orders of schedules with several stages a rank, as PyTorch makes them
+
+
+class RecordingStage:
+    """A stage that only notes what its schedule calls."""
+
+    def __init__(self, index: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.num_stages = index, stages
+        self.group_rank, self.group_size, self.group = index % ranks, ranks, None
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
+        self.submod = SimpleNamespace()
+        self.stage_index_to_group_rank: dict[int, int] = {k: k % ranks for k in range(stages)}
+        self.calls: list[Step] = []
+
+    def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
+        self.calls.append(Step(self.stage_index, Computation.FORWARD, microbatch))
+
+    def backward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
+        self.calls.append(Step(self.stage_index, Computation.BACKWARD, microbatch))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("get_"):
+            return lambda *_: []  # no communication
+        return lambda *_, **__: None
+
+
+def planned(schedule: type, ranks: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    """Return the orders that a schedule of several stages a rank makes."""
+    stages = [RecordingStage(k * ranks, ranks, ranks * 2) for k in range(2)]
+    made = schedule(stages, microbatches)
+    return tuple(read_order(made.pipeline_order[rank]) for rank in range(ranks))
+
+
+interleaved_1f1b = partial(planned, schedules.ScheduleInterleaved1F1B)
+looped_bfs = partial(planned, schedules.ScheduleLoopedBFS)
+
+
+# Random pipelines
 
 eighths = st.integers(0, 8).map(lambda k: k / 8)
 seconds = st.integers(1, 16).map(lambda k: k / 8)
@@ -57,7 +100,7 @@ def stages(draw: st.DrawFn, count: int, split: bool = False) -> list[StageCost]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[Orders, int, bool]:
+def orders_of_schedules(draw: st.DrawFn) -> tuple[Orders, int, bool]:
     """Return orders, the number of stages, and whether backwards are split."""
     ranks, microbatches = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 6]))
     kind = draw(st.sampled_from([gpipe, one_f_one_b, interleaved_1f1b, looped_bfs]))

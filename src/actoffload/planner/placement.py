@@ -34,7 +34,6 @@ class Spots:
     """The moments of a rank, and all chunks that can be offloaded, whatever its groups cost."""
 
     moments: list[Moment]  # all, in order
-    allowed: list[bool]  # whether something can be done then
     runs: list[int]  # number of groups that are computed before
     all: list[Spot]  # in order of saving
     kinds: list[list[int]]  # positions in `all`, for each group of each stage
@@ -42,16 +41,16 @@ class Spots:
     @staticmethod
     def of(order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> Spots:
         """Return the moments of an order, given the number of groups of each stage, and whether it has splits."""
-        moments, allowed, runs, first = list[Moment](), list[bool](), list[int](), list[int]()
+        moments, runs, first = list[Moment](), list[int](), list[int]()
         for number, (stage, computation, _) in enumerate(order):
             count = counts[stage]
             first.append(len(moments))
-            moments += [Moment(number, position) for position in range(count + 1)]
             whole = computation is Computation.BACKWARD_WEIGHT and splits[stage]
-            allowed += [not whole or position in (0, count) for position in range(count + 1)]
+            positions = (0, count) if whole and count else range(count + 1)
+            moments += [Moment(number, position) for position in positions]
             each = computation is not Computation.BACKWARD_INPUT or splits[stage]
             before = runs[-1] if runs else 0
-            runs += [before + each * position for position in range(count + 1)]
+            runs += [before + each * position for position in positions]
         found = []
         for (stage, microbatch), (forward, input_, last) in used_in(order, splits).items():
             count = counts[stage]
@@ -63,7 +62,7 @@ class Spots:
         kinds: dict[tuple[int, int], list[int]] = {}
         for k, spot in enumerate(found):
             kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
-        return Spots(moments, allowed, runs, found, [kinds[key] for key in sorted(kinds)])
+        return Spots(moments, runs, found, [kinds[key] for key in sorted(kinds)])
 
 
 @dataclass(frozen=True)
@@ -148,16 +147,8 @@ class Profile:
         for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
             late = MARGIN * self.times[k].back
             free = min(when[use] - self.ahead[k] - late, free - self.times[k].back - late)
-            m = min(bisect_right(when, free) - 1, use)
-            while m >= 0 and not self.spots.allowed[m]:
-                m -= 1
-            latest[k] = m
+            latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
-
-    def _behind(self, m: int) -> int:
-        while not self.spots.allowed[m]:
-            m += 1
-        return m
 
     def _releases(
         self, chosen: Sequence[int], latest: Mapping[int, int], limit: float, max_inflight: int | None
@@ -171,8 +162,7 @@ class Profile:
                 if len(ends) >= max_inflight:
                     continue
             done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
-            m = bisect_left(when, done + MARGIN * times.out, spot.saved + 1)
-            m = self._behind(m) if m < spot.use else spot.use
+            m = min(bisect_left(when, done + MARGIN * times.out, spot.saved + 1), spot.use)
             if limit == inf and m >= latest[k]:
                 continue  # used too soon
             found[k], queue = m, done
@@ -184,7 +174,7 @@ class Profile:
         spots, needs = self.spots.all, self.needs_with(releases)
         waiting = sorted(releases)
         for m, need in enumerate(needs):  # those behind m change in this loop
-            if need <= limit or not self.spots.allowed[m]:  # [guard: planned release]
+            if need <= limit:  # [guard: planned release]
                 continue
             for k in waiting:
                 spot, release = spots[k], releases[k]
@@ -211,7 +201,6 @@ class Profile:
             else:
                 while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
                     reload -= 1
-                reload = self._behind(reload)
             placement.add(nbytes, reload, use)
             before = reload
             placed[k] = releases[k], reload

@@ -11,8 +11,6 @@ from .pipeline import (
     Step,
     Transfer,
     gpipe,
-    interleaved_1f1b,
-    looped_bfs,
     one_f_one_b,
     read_order,
 )
@@ -50,8 +48,6 @@ __all__ = [
     "Transfer",
     "When",
     "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
     "one_f_one_b",
     "read_order",
     "simulate",

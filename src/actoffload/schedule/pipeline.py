@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -264,58 +263,13 @@ def gpipe(ranks: int, microbatches: int) -> tuple[Order, ...]:
 def one_f_one_b(ranks: int, microbatches: int) -> tuple[Order, ...]:
     """Return the order of each rank in ``Schedule1F1B``."""
     check_whole(ranks=ranks, microbatches=microbatches, least=1)
-    stages = ([rank] * microbatches for rank in range(ranks))
-    return tuple(_alternate(min(ranks - rank, microbatches) - 1, own, own) for rank, own in enumerate(stages))
-
-
-def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> tuple[Order, ...]:
-    """Return the order of each rank in ``ScheduleInterleaved1F1B``; stage `s` is on rank ``s % ranks``.
-
-    Raises
-    ------
-    ValueError
-        If the number of microbatches is not a multiple of the number of rounds, which is
-        ``max(1, microbatches // ranks)``.
-    """
-    check_whole(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, least=1)
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise ValueError(
-            f"microbatches is {microbatches}; with {ranks} ranks expected a multiple of the {rounds} rounds."
-        )
-    in_round, total = microbatches // rounds, microbatches * stages_per_rank
-    loops, orders = [k // in_round % stages_per_rank for k in range(total)], []
-    for rank in range(ranks):
-        warmup = min((stages_per_rank - 1) * in_round + 2 * (ranks - 1 - rank), total)
-        forwards = [loop * ranks + rank for loop in loops]
-        orders.append(_alternate(warmup, forwards, [(stages_per_rank - 1 - loop) * ranks + rank for loop in loops]))
-    return tuple(orders)
-
-
-def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> tuple[Order, ...]:
-    """Return the order of each rank in ``ScheduleLoopedBFS``; stage `s` is on rank ``s % ranks``."""
-    check_whole(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, least=1)
     orders = []
     for rank in range(ranks):
-        stages = range(rank, ranks * stages_per_rank, ranks)
-        forwards = [Step(stage, FORWARD, k) for stage in stages for k in range(microbatches)]
-        orders.append((*forwards, *(step._replace(computation=BACKWARD) for step in reversed(forwards))))
+        warmup = min(ranks - rank, microbatches) - 1
+        steps = [Step(rank, FORWARD, k) for k in range(warmup)]
+        for k in range(microbatches):
+            if warmup + k < microbatches:
+                steps.append(Step(rank, FORWARD, warmup + k))
+            steps.append(Step(rank, BACKWARD, k))
+        orders.append(tuple(steps))
     return tuple(orders)
-
-
-def _alternate(warmup: int, forwards: Sequence[int], backwards: Sequence[int]) -> Order:
-    """Return some forwards, then one forward and one backward in turn, then the other backwards, given by stages."""
-    steps: list[Step] = []
-    done = Counter[tuple[int, Computation]]()
-
-    def add(stage: int, computation: Computation) -> None:
-        steps.append(Step(stage, computation, done[stage, computation]))
-        done[stage, computation] += 1
-
-    for k, stage in enumerate(forwards):
-        add(stage, FORWARD)
-        if k >= warmup:
-            add(backwards[k - warmup], BACKWARD)
-    for stage in backwards[len(forwards) - warmup :]:
-        add(stage, BACKWARD)
-    return tuple(steps)

@@ -115,8 +115,7 @@ class RankRun:
                     self.bubble += arrival - self.compute
                     self.compute = arrival
             self.starts.append(self.compute)
-            if self.record:
-                self.stalls.append(self.stalled)
+            self.stalls.append(self.stalled)
             self._step(number, step, self.times[step.stage])
             if self.compute > self.allowed:
                 return STOPPED
@@ -145,7 +144,7 @@ class RankRun:
                     self._border(level, part.gap_temporary)
             if (number, position) in actions:
                 self._act(actions[number, position], level)
-            if self.note:
+            if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.splits):
                 self._note(level)
             if part is None:  # an input backward without a split
                 continue

@@ -6,9 +6,8 @@ plan of a model can act where each layer starts and where it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from math import inf
 from typing import Any
 
@@ -116,8 +115,8 @@ class RankSimulation:
         Bytes copied to the host and back.
     starts : tuple of float
         When each computation of the order starts.
-    record : callable
-        Returns the timeline.
+    timeline : Timeline
+        Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes.
     """
 
     end: float
@@ -128,12 +127,7 @@ class RankSimulation:
     bytes_offloaded: int
     bytes_reloaded: int
     starts: tuple[float, ...]
-    record: Callable[[], Timeline] = field(repr=False, compare=False)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes."""
-        return self.record()
+    timeline: Timeline = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -254,9 +248,6 @@ def simulate_pipeline(
 
 
 def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
-    def record(number: int) -> Timeline:
-        return pipeline.run(actions, record=True)[number].timeline()
-
     return tuple(
         RankSimulation(
             end=rank.compute,
@@ -267,9 +258,9 @@ def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimu
             bytes_offloaded=rank.bytes_out,
             bytes_reloaded=rank.bytes_back,
             starts=tuple(rank.starts),
-            record=partial(record, number),
+            timeline=rank.timeline(),
         )
-        for number, rank in enumerate(pipeline.run(actions))
+        for rank in pipeline.run(actions, record=True)
     )
 
 
