@@ -18,7 +18,8 @@ from actoffload._text import UnreadableError, read, written
 from actoffload.pipeline.planning import RankCosts, Settings
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
-from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
+from actoffload.schedule.costs import SplitCost, StageCost
+from actoffload.schedule.pipeline import Computation, Step
 from actoffload.tune.exchange import Exchange, LostRankError
 from actoffload.tune.findings import Findings, Room
 from actoffload.tune.timed_pass import Peak, Shown

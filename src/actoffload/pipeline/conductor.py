@@ -22,8 +22,7 @@ from typing import Any
 from .._torch.tensors import address, leaves
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
-from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.pipeline import ChunkAction, Computation, Moment, PipelinePlan, Step
 from ..schedule.plan import Do, When
 from ..tune.costs import StageFacts
 

@@ -15,9 +15,8 @@ from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..planner import Variant
 from ..replay import saving
-from ..schedule.costs import LayerCost, Link
-from ..schedule.pipeline import SplitCost, StageCost
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.costs import LayerCost, Link, SplitCost, StageCost
+from ..schedule.pipeline import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
 from ..tune.meter import StageMemory, StepMeter
 from ..tune.script import Script, Stage, Trial

@@ -20,8 +20,7 @@ from ..model import OffloadHandle, offload_model
 from ..model.select import check_entries
 from ..replay import Policy, PolicyArgument, policy_for
 from ..report.report import RankReports, Report, gather_reports
-from ..schedule.pipeline import Step
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.pipeline import PipelinePlan, Step
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .follow import NAMES, follow, is_schedule, is_supported, observer_of, stages_of

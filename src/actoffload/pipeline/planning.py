@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from .._text import milliseconds, register, size
 from ..planner import Variant, plan_pipeline
-from ..schedule.costs import LayerCost, Link, Saved
-from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.costs import LayerCost, Link, Saved, SplitCost, StageCost
+from ..schedule.pipeline import Computation, PipelinePlan, Step
 from ..tune.exchange import LONE, Exchange
 from ..tune.exchange import disagreement as different_arguments
 from ..tune.script import fits

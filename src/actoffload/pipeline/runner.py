@@ -16,8 +16,7 @@ from .._torch.tensors import leaves
 from .._warnings import warn
 from ..engine import eligibility
 from ..report.report import GroupReport, Report
-from ..schedule.pipeline import Computation, Step, read_order
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.pipeline import Computation, PipelinePlan, Step, read_order
 from ..tune.exchange import LostRankError
 from ..tune.script import Steps
 from .conductor import Conductor

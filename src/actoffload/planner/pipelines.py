@@ -7,9 +7,8 @@ from typing import Any
 
 from .._arguments import check_fraction, check_kind, check_whole, number_of_bytes
 from .._text import size
-from ..schedule.costs import Link
-from ..schedule.pipeline import StageCost, Step
-from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.costs import Link, StageCost
+from ..schedule.pipeline import PipelinePlan, Step
 from ..schedule.simulate import check_pipeline
 from .placement import Placement
 from .search import Choices, Knobs, Ranks

@@ -9,10 +9,9 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ..schedule.pipeline import Chunk, Computation, Moment, Step, Transfer, used_in
-from ..schedule.pipeline_plan import Actions, Call, actions_at, calls_of
+from ..schedule.costs import GroupTimes, StageTimes
+from ..schedule.pipeline import Actions, Call, Chunk, Computation, Moment, Step, Transfer, actions_at, calls_of, used_in
 from ..schedule.run import RankRun
-from ..schedule.stage_times import GroupTimes, StageTimes
 
 PHASES = 0, 2, 1, 3
 """Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""

@@ -17,12 +17,10 @@ from itertools import chain
 from math import inf
 from typing import Any, TypeAlias
 
-from ..schedule.costs import Link
-from ..schedule.pipeline import Computation, StageCost, Step
-from ..schedule.pipeline_plan import Actions
+from ..schedule.costs import Link, StageCost, StageTimes
+from ..schedule.pipeline import Actions, Computation, Step
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
-from ..schedule.stage_times import StageTimes
 from .placement import Placement, Profile, Spots
 from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 

@@ -12,8 +12,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ..schedule.costs import LayerCost, Saved
-from ..schedule.pipeline import StageCost
+from ..schedule.costs import LayerCost, Saved, StageCost
 
 STEPS = 12  # into which the outputs of a group are divided
 

@@ -1,20 +1,18 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
-from .costs import LayerCost, Link, Saved
+from .costs import LayerCost, Link, Saved, SplitCost, StageCost
 from .pipeline import (
     Chunk,
     ChunkAction,
     Computation,
     Moment,
-    SplitCost,
-    StageCost,
+    PipelinePlan,
     Step,
     Transfer,
     gpipe,
     one_f_one_b,
     read_order,
 )
-from .pipeline_plan import PipelinePlan
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import PipelineSimulation, RankSimulation, simulate, simulate_pipeline

@@ -1,16 +1,18 @@
-"""The steps of a rank of a pipeline, what its stages cost, and what is done with what a group saves."""
+"""The steps of one rank of a pipeline, and its plan: what is offloaded, when it is freed and when it is reloaded."""
 
 from __future__ import annotations
 
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
-from .._arguments import check_bytes, check_kind, check_kinds, check_seconds, check_whole
-from .costs import LayerCost
-from .plan import Do
+from .._arguments import check_kind, check_whole
+from .._text import Table, size_or_dash
+from .plan import AnyPlan, Do
 
 
 class Computation(enum.Enum):
@@ -58,83 +60,6 @@ class Chunk(NamedTuple):
 
     def __str__(self) -> str:
         return f"group {self.group} of stage {self.stage}, microbatch {self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class SplitCost:
-    """How the backward of a group is split into that of its inputs and that of its weights.
-
-    Parameters
-    ----------
-    input_seconds, weight_seconds : float
-        Seconds of compute of each.
-    """
-
-    input_seconds: float
-    weight_seconds: float
-
-    def __post_init__(self) -> None:
-        check_seconds(input_seconds=self.input_seconds, weight_seconds=self.weight_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """What one microbatch costs on a stage.
-
-    Parameters
-    ----------
-    groups : tuple of LayerCost
-        The groups of the stage, in order of the forward.  Gaps are compute between them.
-    splits : tuple of SplitCost
-        For each group, if its backward can be split.  If empty, the input backward computes nothing and the weight
-        backward is the full backward, as on PyTorch's first stage.
-    boundary_bytes : int
-        Bytes of the stage's input and output, unless they are among what the groups save, that are kept from the start
-        of a microbatch's forward to the end of its full or weight backward.
-    other_bytes : int
-        Bytes that are always on the device: weights, the state of the optimizer, gradients that stay between steps.
-    output_bytes : int
-        Bytes of the output, unless it is saved, that are kept from a forward to the end of the step: the last stage
-        returns it.
-    gradient_bytes : tuple of int
-        For each group the bytes of gradients of its weights that the first full or weight backward of a step allocates,
-        and that stay until the step ends; none if empty.
-    between_bytes : int
-        Bytes that the input backward of a microbatch leaves on the device until the end of its weight backward, beside
-        what the groups save: the gradients of which the weight backward computes those of the weights.
-
-    Raises
-    ------
-    ValueError
-        If there are splits or gradients, but not one entry for each group, or a number is negative.
-    """
-
-    groups: tuple[LayerCost, ...]
-    splits: tuple[SplitCost, ...] = ()
-    boundary_bytes: int = 0
-    other_bytes: int = 0
-    output_bytes: int = 0
-    gradient_bytes: tuple[int, ...] = ()
-    between_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        check_kinds(LayerCost, groups=self.groups)
-        check_kinds(SplitCost, splits=self.splits)
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "splits", tuple(self.splits))
-        object.__setattr__(self, "gradient_bytes", tuple(self.gradient_bytes))
-        for what, given in (("splits", self.splits), ("gradients", self.gradient_bytes)):
-            if given and len(given) != len(self.groups):
-                raise ValueError(f"There are {len(given)} {what} for {len(self.groups)} groups; give one for each.")
-        for nbytes in self.gradient_bytes:
-            check_bytes(gradient_bytes=nbytes)
-        for name in ("boundary_bytes", "other_bytes", "output_bytes", "between_bytes"):
-            check_bytes(**{name: getattr(self, name)})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all groups save in one forward."""
-        return sum(cost.nbytes for cost in self.groups)
 
 
 class Moment(NamedTuple):
@@ -209,6 +134,194 @@ def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int
             )
         result[step.stage, step.microbatch] = forward, first if full or splits[step.stage] else last, last
     return result
+
+
+# The plan of a rank
+
+KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
+Call = tuple[Moment, int, Moment, Chunk]
+"""Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
+Actions = dict[tuple[int, int], tuple[ChunkAction, ...]]
+"""What is done at a `Moment`, in order."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan(AnyPlan):
+    """What one rank of a pipeline offloads, and when; ``print`` gives a table by stage and group.
+
+    Parameters
+    ----------
+    rank : int
+        The rank of the pipeline.
+    order : tuple of Step
+        What it computes, in order.
+    names : mapping of int to tuple of str
+        The groups of each of its stages.
+    transfers : mapping of Chunk to Transfer
+        What is offloaded.  All else is kept.
+    splits : mapping of int to bool
+        For each stage whether an input backward uses its tensors.  Stages that are not named have no split.
+    nbytes : mapping of int to tuple of int
+        Bytes that each group saves and that could be offloaded; empty if not known.
+    saves : mapping of int to tuple
+        For each stage and group None if the group is not recomputed, otherwise the names of the operators whose outputs
+        are saved.  Stages that are not named are not recomputed.
+    seconds, baseline_seconds : float, optional
+        Expected time of a step of the schedule, and without offloading.
+    peak_bytes, saved_peak_bytes : int, optional
+        Expected peak of device memory of this rank, and of saved tensors alone.
+    because : str
+        Why this plan was chosen, in sentences; may be empty.
+
+    Raises
+    ------
+    ValueError
+        If a chunk does not exist, or its moments are out of order.
+
+    Notes
+    -----
+    Bytes are counted so, by the runtime on the reference device and by the simulation:
+
+    - A saved tensor occupies its bytes from where forward saves it.
+    - `Transfer.release` frees all of a chunk at that moment, after compute has waited for the copy.
+    - `Transfer.reload` occupies all of it at that moment, when the copies are queued.  Copies back run in the order of
+      the moments; at the same moment in the order in which the chunks are used.
+    - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
+      next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
+    - An input backward of a stage with a split frees nothing, because autograd keeps the graph; all is freed at the end
+      of the weight backward.
+    - At one moment releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
+      last group are freed before that.
+    - `StageCost.boundary_bytes` are occupied from the start of a forward to the end of its full or weight backward.
+    """
+
+    rank: int
+    order: tuple[Step, ...]
+    names: Mapping[int, tuple[str, ...]]
+    transfers: Mapping[Chunk, Transfer] = field(default_factory=dict)
+    splits: Mapping[int, bool] = field(default_factory=dict)
+    nbytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
+    saved_peak_bytes: int | None = None
+    WORK = ("transfers", "saves")
+    _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", tuple(self.order))
+        for name in ("names", "transfers", "nbytes", "saves"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        splits = {stage: bool(self.splits.get(stage, False)) for stage in self.names}
+        object.__setattr__(self, "splits", MappingProxyType(splits))
+        unknown = {step.stage for step in self.order} - set(self.names)
+        if unknown:
+            raise ValueError(f"The order has steps of stage {min(unknown)}, but names has no groups of that stage.")
+        object.__setattr__(self, "_uses", used_in(self.order, splits))
+        for chunk, transfer in self.transfers.items():
+            problem = self._problem(chunk, transfer)
+            if problem:
+                raise ValueError(f"The plan offloads {chunk}, but {problem}.")
+
+    def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
+        """Return what is done at a moment, in order; empty for most."""
+        return self.actions.get(moment, ())
+
+    def position(self, step: int, group: int) -> Moment:
+        """Return the moment at which a group starts in a step: its forward, or where backward comes to it."""
+        at = self.order[step]
+        if at.computation is Computation.FORWARD:
+            return Moment(step, group)
+        return Moment(step, len(self.names[at.stage]) - 1 - group)
+
+    def end(self, step: int) -> Moment:
+        """Return the moment at which a step ends."""
+        return Moment(step, len(self.names[self.order[step].stage]))
+
+    def sharing(self, chunk: Chunk) -> Sequence[int]:
+        """Return the groups before that of a chunk whose tensors all count in it, because it saves them again."""
+        sizes, first = self.nbytes.get(chunk.stage, ()), chunk.group
+        while 0 < first <= len(sizes) and not sizes[first - 1]:
+            first -= 1
+        return range(first, chunk.group)
+
+    def uses(self, stage: int, microbatch: int) -> tuple[int, int, int]:
+        """Return the step that saves the tensors of a microbatch, the first that uses them and the last."""
+        return self._uses[stage, microbatch]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are offloaded in one step of the schedule; 0 if sizes are not known."""
+        return sum(self.nbytes[chunk.stage][chunk.group] for chunk in self.transfers if chunk.stage in self.nbytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the plan needs, from each forward to the last backward; 0 if sizes are not known."""
+        offloaded = dict.fromkeys(self._uses, 0)
+        for chunk in self.transfers if self.nbytes else ():
+            offloaded[chunk.stage, chunk.microbatch] += self.nbytes[chunk.stage][chunk.group]
+        now = most = 0
+        for place, step in enumerate(self.order):
+            saved, _, last = self._uses[step.stage, step.microbatch]
+            nbytes = offloaded[step.stage, step.microbatch]
+            now += nbytes * ((place == saved) - (place == last))
+            most = max(most, now)
+        return most
+
+    def first_use(self, chunk: Chunk) -> Moment:
+        """Return the moment at which a backward first comes to a chunk."""
+        return self.position(self.uses(chunk.stage, chunk.microbatch)[1], chunk.group)
+
+    def _problem(self, chunk: Chunk, transfer: Transfer) -> str:
+        """Return what is wrong with a transfer; empty if nothing is."""
+        if (chunk.stage, chunk.microbatch) not in self._uses or not 0 <= chunk.group < len(self.names[chunk.stage]):
+            return "this rank does not compute that"
+        if not self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group) < transfer.release:
+            return "frees it before its forward has ended"
+        if not transfer.release <= transfer.reload <= self.first_use(chunk):
+            return "reloads it before it is freed, or after it is used"
+        for moment in (transfer.release, transfer.reload):
+            if not 0 <= moment.position <= self.end(moment.step).position:
+                return f"{self.order[moment.step]} has no position {moment.position}"
+        return ""
+
+    @cached_property
+    def actions(self) -> Actions:
+        """Actions by moment: releases, then reloads in the order in which they are used, then offloads."""
+        calls: list[Call] = []
+        for chunk, transfer in self.transfers.items():
+            saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
+            calls += calls_of(chunk, transfer, saved, self.first_use(chunk))
+        return actions_at(calls)
+
+    def __str__(self) -> str:
+        rows, total = [], [0, 0]
+        for stage, names in self.names.items():
+            microbatches = sum(own == stage for own, _ in self._uses)
+            nbytes, saves = self.nbytes.get(stage) or (0,) * len(names), self.saves.get(stage, ())
+            for group, name in enumerate(names):
+                number = sum(chunk.stage == stage and chunk.group == group for chunk in self.transfers)
+                sizes = nbytes[group] * (microbatches - number), nbytes[group] * number
+                total = [before + size for before, size in zip(total, sizes, strict=True)]
+                recomputed = "yes" if saves and saves[group] is not None else "-"
+                rows.append((str(stage), name, f"{number} of {microbatches}", *map(size_or_dash, sizes), recomputed))
+        rows.append(("", "", "", *map(size_or_dash, total), ""))
+        header = "stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"
+        shown = len(header) if self.saves else len(header) - 1
+        table = Table(header[:shown], tuple(row[:shown] for row in rows), left=2, sums=True)
+        expected = "; ".join(self._expected("step", "without offloading"))
+        return self._text(f"rank {self.rank}\n{table}", expected)
+
+
+def calls_of(chunk: Chunk, transfer: Transfer, saved: Moment, use: Moment) -> list[Call]:
+    """Return what is done with an offloaded chunk, of which the moments of saving and of the use are known."""
+    return [(saved, 2, use, chunk), (transfer.release, 0, use, chunk), (transfer.reload, 1, use, chunk)]
+
+
+def actions_at(calls: Iterable[Call]) -> Actions:
+    """Return actions by moment, in order."""
+    actions: Actions = {}
+    for moment, kind, _, chunk in sorted(calls):
+        actions[moment] = (*actions.get(moment, ()), ChunkAction(KINDS[kind], chunk))
+    return actions
 
 
 # Orders of the standard schedules, as PyTorch executes them, and of any list of actions

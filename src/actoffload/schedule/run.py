@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from .costs import Link
-from .pipeline import ChunkAction, Computation, Step
-from .pipeline_plan import Actions
+from .costs import Link, Part, Piece, StageTimes
+from .pipeline import Actions, ChunkAction, Computation, Step
 from .plan import Do
-from .stage_times import Part, Piece, StageTimes
 from .timeline import Kind, Span, Timeline
 
 NEVER = -1.0

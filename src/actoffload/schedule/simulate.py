@@ -13,12 +13,10 @@ from typing import Any
 
 from .._arguments import check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
-from .costs import LayerCost, Link
-from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step
-from .pipeline_plan import Actions, PipelinePlan
+from .costs import LayerCost, Link, StageCost, StageTimes
+from .pipeline import Actions, Chunk, ChunkAction, Computation, PipelinePlan, Step
 from .plan import Action, Plan
 from .run import NEVER, STOPPED, CompiledStep, RankRun
-from .stage_times import StageTimes
 from .timeline import Simulation, Timeline
 
 

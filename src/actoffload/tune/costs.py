@@ -16,8 +16,8 @@ from .._text import fold
 from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
-from ..schedule.costs import LayerCost, Link, Saved, spread_evenly
-from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
+from ..schedule.costs import LayerCost, Link, Saved, SplitCost, StageCost, spread_evenly
+from ..schedule.pipeline import Computation, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
 
