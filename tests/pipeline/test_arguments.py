@@ -11,9 +11,6 @@ from torch.distributed import pipelining
 import actoffload
 from actoffload import PipelineHandle, offload
 
-ZERO_BUBBLE = "ScheduleZBVZeroBubble"
-
-
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -49,14 +46,6 @@ def test_modules_of_one_stage():
     with pytest.raises(ValueError, match="the module of stage 0: layers: 'head' matches no module of this WithHead"):
         train(schedule, modules, 1)
     assert not handle.installed
-
-
-def test_iterators_as_arguments():
-    schedule, modules = make(ZERO_BUBBLE)
-    handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
-    train(schedule, modules, 2)
-    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
-    handle.remove()
 
 
 def test_what_is_no_schedule_that_is_known():

@@ -87,18 +87,6 @@ def test_dense_interleaved_drops_by_60_percent(ranks: int) -> None:
     assert time.process_time() - began < 5.0
 
 
-def test_the_group_whose_backward_comes_next_stays() -> None:
-    orders, stages, link = one_f_one_b(2, 8), [STAGE] * 2, Link(40e9, 40e9)
-    plans = plan_pipeline(orders, stages, link, fraction=1.0)
-    last = plans[1]  # the backward of each microbatch follows its forward
-    assert {chunk.group for chunk in last.transfers}.isdisjoint({3})
-    for chunk, transfer in plans[0].transfers.items():
-        use = plans[0].first_use(chunk)
-        ahead = transfer.reload
-        assert ahead < use  # never on demand
-        assert use.step - ahead.step <= 1
-
-
 def test_zero_bubble_within_a_fraction() -> None:
     group = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)))
     stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, (SplitCost(1.0, 1.0),) * 2)] * 3

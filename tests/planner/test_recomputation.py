@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning import choose_plain
 
 from actoffload.planner import OperatorCost, Variant, choose, frontier, replay_ways
-from actoffload.planner.variants import correct_times, operators_again
+from actoffload.planner.variants import correct_times
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 from actoffload.schedule.execution_order import remap
 
@@ -77,21 +77,6 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
     assert (result.step_time, result.device_peak_bytes) == (plan.seconds, plan.peak_bytes)
 
 
-def test_nothing_is_recomputed_without_need():
-    of, link = groups(8), Link(d2h=5e10, h2d=5e10)
-    for limit in (None, 8 * GIB):
-        plan = choose(names(8), of, link, limit=limit)
-        assert plan.offloaded == ()
-        assert plan.recomputed == ()
-
-
-def test_groups_that_may_not_be_recomputed():
-    of = [group[: 1 if k % 2 else 3] for k, group in enumerate(groups(8))]
-    plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
-    assert plan.recomputed
-    assert not any(k % 2 for k in plan.recomputed)
-
-
 def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     of = groups(8)
     plan = choose(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
@@ -144,24 +129,6 @@ OPERATORS = (
     OperatorCost("gelu#0", 0.5, (16,)),
     OperatorCost("mm#2", 12.0, (16,)),
 )
-
-
-def test_an_output_is_worth_what_it_makes_unnecessary():
-    """The rotated queries rather than the projection; the statistics of a norm rather than the norm."""
-    operators = (
-        OperatorCost("square#0", 1.0, (8,), needed=False),
-        OperatorCost("mean#0", 1.0, (1,), reads=(0,), needed=False),
-        OperatorCost("norm#0", 1.0, (8,), reads=(1,)),
-        OperatorCost("mm#0", 6.0, (8,), reads=(2,), needed=False),
-        OperatorCost("rotated#0", 2.0, (8,), reads=(3,)),
-        OperatorCost("mm#1", 6.0, (8,), reads=(2,)),
-        OperatorCost("gelu#0", 1.0, (8,), reads=(5,)),
-        OperatorCost("last#0", 9.0, (8,), reads=(6,), needed=False),
-    )
-    assert sum(each.seconds for each in operators_again(operators, ())) == 18.0
-    assert sum(each.seconds for each in operators_again(operators, {"mean#0"})) == 16.0
-    assert sum(each.seconds for each in operators_again(operators, {"mean#0", "rotated#0"})) == 8.0
-    assert sum(each.seconds for each in operators_again(operators, {"mean#0", "rotated#0", "mm#0"})) == 8.0
 
 
 def test_of_the_plans_with_about_the_smallest_peak_it_is_the_fastest():
@@ -267,14 +234,6 @@ def test_convex():
     assert slopes == sorted(slopes)
 
 
-def test_the_time_of_the_host_falls_with_the_operators_that_are_not_run_again():
-    operators = tuple(correct_times([operator(k, 1.0, 256) for k in range(4)], WHOLE.forward))
-    ways = replay_ways(WHOLE, operators)
-    assert ways[0].cost.host_backward == pytest.approx(WHOLE.host_backward - WHOLE.host_forward)
-    assert ways[-1].cost.host_backward == WHOLE.host_backward
-    assert all(way.cost.host_forward == WHOLE.host_forward for way in ways)
-
-
 def test_casts_of_weights_are_kept_without_replay_alone():
     operators = [operator(k, 1.0, 256) for k in range(3)]
     operators[0] = replace(operators[0], kept=100, sizes=(), needed=False)
@@ -288,12 +247,6 @@ def test_an_output_that_the_group_returns_counts_in_the_next_group_alone():
     every = replay_ways(WHOLE, tuple(operators))[0].cost.nbytes
     operators[-1] = replace(operators[-1], returned=256)
     assert replay_ways(WHOLE, tuple(operators))[0].cost.nbytes == every - 256
-
-
-def test_nothing_to_save():
-    (way,) = replay_ways(WHOLE, (operator(0, 1.0, 0),))
-    assert way.cost == WHOLE
-    assert way.saves is None
 
 
 def test_what_is_held_is_made_once():

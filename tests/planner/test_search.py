@@ -1,7 +1,6 @@
 """The chosen plan: within its limit, never slower with more memory, about the best of all; and where it puts copies."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
@@ -14,7 +13,7 @@ from planning import MIB, choose_plain, convex, leanest, links, model_ranks, ste
 from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Placement
 from actoffload.planner.search import Ranks
-from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, Saved, When, simulate
+from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
 from actoffload.schedule.simulate import model_plan
 
 
@@ -100,7 +99,6 @@ def test_the_plan_says_why(rate, limit, because):
 # With recomputation: near the best of all choices of ways and offloaded groups
 
 
-LINK = Link(d2h=5e10, h2d=5e10)
 GROUPS = 4
 
 
@@ -128,17 +126,6 @@ def test_near_the_best_of_all_choices(rate, more):
     plan = choose(names, of, link, limit=limit)
     assert plan.peak_bytes <= limit
     assert plan.seconds <= 1.03 * best_of_all(of, link, limit)
-
-
-def test_the_last_group_is_recomputed_beside_a_loss_that_takes_much_memory():
-    """What it saves lies there while the loss runs, as what the others save does."""
-    of = model()
-    loss = [replace(way, cost=replace(way.cost, gap_backward_temporary=4000 * MIB)) for way in of[-1]]
-    names, of = [f"h.{k}" for k in range(GROUPS)], [*of[:-1], tuple(loss)]
-    least = choose(names, of, LINK, limit=0).peak_bytes
-    plan = choose(names, of, LINK, limit=least + 400 * MIB)
-    assert plan.saves[-1] is not None
-    assert plan.seconds <= 1.03 * best_of_all(of, LINK, least + 400 * MIB)
 
 
 # Releases and reloads of given groups
@@ -185,15 +172,6 @@ def test_groups_are_released_when_they_are_copied_and_reloaded_just_in_time():
     assert [least.find(Do.RELEASE, k) for k in range(7)] == [Event(When.FORWARD_START, k + 1) for k in range(7)]
     assert [least.find(Do.RELOAD, k) for k in range(7)] == [Event(When.BACKWARD_END, k + 1) for k in range(7)]
     assert simulate(least, costs, link).step_time > simulate(plan, costs, link).step_time
-
-
-@pytest.mark.parametrize(("seconds", "later"), [(0.9, 0), (0.98, 1)])
-def test_a_group_whose_copy_hardly_ends_in_time_is_released_at_the_next_event(seconds, later):
-    """A forward takes a second, and copies are as fast as measured or a little slower."""
-    costs = [LayerCost(1.0, 2.0, (Saved(1000, 0.0),))] * 8
-    plan = plan_of(costs, Link(1000 / seconds, 1000 / seconds), range(4))
-    ends = [plan.find(Do.RELEASE, k) for k in range(4)]
-    assert ends == [Event(When.FORWARD_END, k + later) for k in range(4)]
 
 
 def test_a_group_that_cannot_be_copied_in_time_is_kept():

@@ -4,18 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.schedule.costs import LayerCost, Saved
+from actoffload.schedule.costs import LayerCost
 from actoffload.schedule.timeline import Kind, Span, Timeline
-
-
-def test_even_pieces_are_saved_at_equal_distances_and_needed_the_other_way_round() -> None:
-    cost = LayerCost.even(13, forward=1.0, backward=2.0, pieces=4)
-    assert cost.saved == (
-        Saved(3, saved_at=0.25, needed_at=0.75),
-        Saved(3, saved_at=0.5, needed_at=0.5),
-        Saved(3, saved_at=0.75, needed_at=0.25),
-        Saved(4, saved_at=1.0, needed_at=0.0),
-    )
 
 
 @given(nbytes=st.integers(0, 10**12), pieces=st.integers(1, 40))
@@ -24,11 +14,6 @@ def test_even_pieces_lose_no_byte(nbytes: int, pieces: int) -> None:
     assert cost.nbytes == nbytes
     assert len(cost.saved) == min(pieces, nbytes)
     assert cost.order_of_use == tuple(reversed(range(len(cost.saved))))
-
-
-def test_of_two_needed_at_once_the_last_saved_comes_first() -> None:
-    saved = (Saved(1, 0.1, 0.5), Saved(1, 0.2, 0.0), Saved(1, 0.3, 0.5))
-    assert LayerCost(1.0, 1.0, saved).order_of_use == (1, 2, 0)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 400, 401, 5000])
@@ -69,8 +54,3 @@ def test_seconds_and_bytes_are_added_by_kind() -> None:
     assert [span.kind for span in timeline.of(Kind.STALL, Kind.H2D)] == [Kind.STALL, Kind.H2D]
     assert timeline.end == 9.0
     assert timeline.peak_bytes == 12
-
-
-def test_nothing_recorded_is_zero() -> None:
-    empty = Timeline.build(())
-    assert (empty.end, empty.peak_bytes, empty.seconds(Kind.D2H), empty.nbytes(Kind.D2H)) == (0.0, 0, 0, 0)

@@ -1,6 +1,5 @@
 """The schedules: which layers and groups of a sequence are offloaded and when, and the order in which groups run."""
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -139,20 +138,6 @@ def test_calls_become_actions_at_their_events_in_order() -> None:
     )
 
 
-def test_a_call_does_not_change_its_schedule() -> None:
-    first = ManualSchedule(model_layers=2).start_offload_layer(0, after_forward_of=0)
-    first.release_activation_forward_gpu_memory(0, after_forward_of=1)
-    assert first.plan().find(Do.RELEASE, 0) is None
-
-
-def test_a_wrong_call_is_named() -> None:
-    """All sentences are those of `Plan`."""
-    schedule = ManualSchedule(2).start_offload_layer(0, after_forward_of=0)
-    sentence = "The plan would offload layer 0 twice in one pass; once is enough."
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        schedule.start_offload_layer(0, after_forward_of=1).plan()
-
-
 # The order in which groups run
 
 
@@ -184,14 +169,6 @@ def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) 
         assert order.started == slow.started
         assert order.sequence == (*slow.started, *slow.ahead)
         assert order.complete == (not slow.ahead)
-
-
-def test_sequences_of_the_same_kinds_have_the_same_roles():
-    plans = GroupPlans(GroupSchedule(), "aaaab")
-    first, second, other = (0, 1, 2, 3), (3, 1, 0, 2), (0, 1, 2, 4)
-    assert plans.roles(first) is plans.roles(second)
-    assert plans.roles(first).plan == GroupSchedule().plan("aaaa")
-    assert plans.roles(other).plan == GroupSchedule().plan("aaab")
 
 
 def test_the_order_of_the_last_pass_is_expected():

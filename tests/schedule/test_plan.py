@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plan_calls import copied
 
 from actoffload._text import written
-from actoffload.schedule.execution_order import Roles, remap
+from actoffload.schedule.execution_order import remap
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
@@ -30,19 +30,6 @@ def plan(model_layers: int, *steps: tuple[When, int, Do, int]) -> Plan:
         event = Event(when, at)
         joined[event] = (*joined.get(event, ()), Action(do, layer))
     return Plan(model_layers, joined)
-
-
-def test_events_of_a_pass_come_forward_then_backward() -> None:
-    assert list(Plan(2).events()) == [
-        Event(FORWARD_START, 0),
-        Event(FORWARD_END, 0),
-        Event(FORWARD_START, 1),
-        Event(FORWARD_END, 1),
-        Event(BACKWARD_START, 1),
-        Event(BACKWARD_END, 1),
-        Event(BACKWARD_START, 0),
-        Event(BACKWARD_END, 0),
-    ]
 
 
 OFFLOAD, RELEASE, RELOAD = Do
@@ -126,14 +113,6 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
         "backward end of layer 1: reload layer 0"
     )
     assert str(Plan(3)) == "nothing is offloaded in 3 layers"
-
-
-def test_layers_that_are_on_the_device_when_backward_begins():
-    at_end, in_backward = Event(When.FORWARD_END, 4), Event(When.BACKWARD_START, 4)
-    calls = [(Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)) for k in range(4)]
-    calls += [(at_end, Action(Do.RELEASE, 0)), (in_backward, Action(Do.RELEASE, 1))]
-    calls += [(at_end, Action(Do.RELEASE, 2)), (at_end, Action(Do.RELOAD, 2)), (in_backward, Action(Do.RELOAD, 0))]
-    assert Roles.of(Plan.of(5, calls)).freed_later == {1, 2, 3}  # released later, reloaded before, never released
 
 
 # Plans of models
@@ -240,16 +219,6 @@ def test_a_file_that_is_no_plan_is_a_value_error(tmp_path, text):
         Plan.load(path)
 
 
-def test_bytes_that_are_no_text_and_missing_files(tmp_path):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(ValueError, match="is no plan"):
-        Plan.load(tmp_path / "binary")
-    with pytest.raises(FileNotFoundError):
-        Plan.load(tmp_path / "none.json")
-    (tmp_path / "right.json").write_text(changed())
-    assert Plan.load(tmp_path / "right.json").names == ("a", "b")
-
-
 def steps_of(plan: Plan) -> list[tuple[str, str, str]]:
     """Return the actions by the names of the groups."""
     return [
@@ -313,12 +282,6 @@ def test_unknown_groups_may_be_offloaded_and_then_so_is_the_one_that_was_last():
         ("BACKWARD_END b", "RELOAD", "x"),
         ("BACKWARD_END b", "RELOAD", "a"),
     ]
-
-
-def test_each_call_of_a_group_has_its_own_place():
-    plan = replace(DefaultSchedule(1, 3).plan(), names=tuple("aab"), nbytes=(1, 2, 3))
-    assert remap(plan, ["a", "c", "a", "b"]).offloaded == (0,)
-    assert remap(plan, ["a", "c", "a", "b"]).nbytes == (1, 0, 2, 3)
 
 
 @given(st.data(), st.lists(st.sampled_from("abcd"), min_size=1, max_size=6))

@@ -96,21 +96,6 @@ def test_both_directions_share_the_link():
     assert spans(simulate(plan, layers, Link(1.0, 1.0, both=2.0)), Kind.H2D) == [(0, 25.0, 35.0)]
 
 
-def test_a_copy_has_the_whole_bandwidth_when_the_other_direction_is_done():
-    calls = [
-        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
-        (Event(When.FORWARD_END, 0), Action(Do.RELEASE, 0)),
-        (Event(When.FORWARD_START, 1), Action(Do.OFFLOAD, 1)),
-        (Event(When.FORWARD_END, 1), Action(Do.RELOAD, 0)),
-    ]
-    plan = Plan.of(2, calls)
-    layers = [LAYER, LayerCost(10.0, 20.0, (Saved(10, 0.5),))]
-    # Layer 0 is copied and released at 20 s, and layer 1 is copied from 25 s to 35 s; the reload begins at 30 s.
-    result = simulate(plan, layers, Link(1.0, 1.0, both=1.5))
-    assert spans(result, Kind.D2H) == [(0, 10.0, 20.0), (1, 25.0, 35.0)]
-    assert spans(result, Kind.H2D) == [(0, 30.0, 42.5)]
-
-
 def test_a_compiled_backward_needs_all_when_it_starts_and_frees_all_when_it_ends():
     saved = (Saved(10, 1.0, 0.0), Saved(30, 1.0, 0.5))
     layers = [LayerCost(10.0, 20.0, saved), LayerCost(10.0, 20.0)]

@@ -273,7 +273,7 @@ def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, pass
     """Check that there is a plan after some steps, which fit and are no longer than with replay of everything."""
     step(model, times=passes)
     assert not handle.settling
-    assert handle.plan.offloaded
+    assert set(handle.plan.offloaded) >= set(range(len(model.blocks) - 2))
     assert seconds(model, device) <= 4.0 * len(model.blocks)
     assert peaks(model, device, 1)[0] <= device.memory
     nothing_held(handle)

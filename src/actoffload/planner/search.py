@@ -25,9 +25,9 @@ from .placement import Placement, Profile, Spots
 from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
 
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-FEW = 3  # numbers of parts that are tried for a limit, from the fewest that fit
-EXTENTS = 6  # extents of recomputation that are tried at first
-LEAST, MOST, WORK = 24, 100, 3500  # choices of ways that are tried: for many moments, for few, and times the moments
+FEW, MANY = 3, 100  # numbers of parts that are tried for a limit, from the fewest that fit; one alone of many parts
+EXTENTS, FINEST = 6, 32  # extents of recomputation that are tried at first, and into which all are divided at last
+LEAST, MOST, WORK = 28, 100, 3500  # choices of ways that are tried: for many moments, for few, and times the moments
 
 Rank: TypeAlias = tuple[bool, float, float]
 """Where the limit is kept: False, the time, and that of recomputation; otherwise True, the peak, and the time."""
@@ -102,7 +102,7 @@ class Choices:
         for order in (self.parts,) if largest == self.parts else (self.parts, largest):
             numbers = range(1, len(order) + 1)
             least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
-            for number in numbers[least : least + FEW]:
+            for number in numbers[least : least + (FEW if len(order) < MANY else 1)]:
                 placement = self._place(order[:number], limit)
                 if placement.peak_bytes > limit:
                     continue
@@ -274,7 +274,7 @@ class _Greedy:
         near = range(0, len(steps) + 1, stride) if place is None else (place, place - stride, place + stride)
         while True:
             place = min((k for k in (*near, len(steps)) if 0 <= k <= len(steps)), key=rank)
-            if stride == 1:
+            if stride <= max(len(steps) // FINEST, 1):
                 return place
             stride //= 2
             near = place, place - stride, place + stride
