@@ -130,7 +130,8 @@ def test_random_models(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None
         run.context.remove()
 
     check()
-    assert sum(nbytes > 0 for nbytes in reloaded) > len(reloaded) // 5
+    # Of what is recomputed little is left to reload.
+    assert sum(nbytes > 0 for nbytes in reloaded) > len(reloaded) // (15 if recompute else 5)
     assert delayed.delays > 0
 
 

@@ -37,6 +37,8 @@ TOWER = Parts(**{f"part{k}": Parts(a=ConvBlock(3, 4), b=ConvBlock(4, 5)) for k i
     ("model", "want"),
     [
         *LEAVES.values(),
+        # Leaves in a list are blocks where nothing composite is.
+        (Parts(stem=nn.Linear(4, 4), layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))), {"layers.*": 4}),
         # Blocks of one width that are nearly all of a model are alone; a few are not.
         (language_model(12), {"layers.*": 12}),
         (language_model(1), {"embed": 1, "layers.*": 1, "head": 1}),

@@ -46,7 +46,7 @@ def test_print_of_a_removed_or_paused_handle_and_of_one_that_offloads_nothing():
     with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
         handle.recording().__enter__()
     assert str(offload(Waves(6), num_layers=0)) == (
-        "offload of Waves: 0 of 6 groups are offloaded\n  module: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
+        "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
 
 

@@ -36,7 +36,7 @@ def test_bytes_by_group_agree_with_counts_by_hand_and_with_statistics(record):
     handle, report = reported(Inside(6), record=record)
     assert [group.name for group in report.groups] == [f"blocks.{k}" for k in range(6)]
     for k, group in enumerate(report.groups):
-        assert (group.kind, group.calls, group.offloaded) == ("module", 1, k < 4)
+        assert (group.kind, group.calls, group.offloaded) == ("layer", 1, k < 4)
         assert group.bytes_saved == 2 * UNIT
         assert group.bytes_offloaded == (2 * UNIT if k < 4 else 0)
         assert (group.reloaded_ahead, group.reloaded_on_demand) == ((2, 0) if k < 4 else (0, 0))

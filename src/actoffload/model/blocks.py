@@ -10,6 +10,8 @@ The search goes from the outside in.  It takes the first list that it meets and 
 of the members are alike, and half of them hold a list of blocks that are, these are stages: then the search goes on
 inside, and what lies between them, such as a convolution that halves the resolution, is a block of its own.
 
+Where no list has composite blocks, a ``ModuleList`` or ``ModuleDict`` of leaves counts.
+
 [Note: modules beside the blocks]
 What a module saves is not known before the first forward, so leaves are counted: modules without children.
 
@@ -86,13 +88,18 @@ def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
 
 def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
     """Return the lists of repeated blocks of a model, each block once; see [Note: blocks, stages and parts]."""
+    return _find_lists(root, leaves=False) or _find_lists(root, leaves=True)
+
+
+def _find_lists(root: Module, *, leaves: bool) -> tuple[tuple[Module, ...], ...]:
+    """Return the lists of composite blocks, or of blocks that are `leaves`."""
     stacks, visited, pending = list[tuple[Module, ...]](), set[Module](), [root]
     while pending:
         module = pending.pop()
         if module in visited:
             continue
         visited.add(module)
-        blocks = [each for each in _members(module) if runs(each)]
+        blocks = [each for each in _members(module, leaves=leaves) if runs(each)]
         stages = [each for each in blocks if _is_stage(each)]
         if 2 * len(stages) >= len(blocks) and not _two_alike(blocks):  # [guard: stages, which are no blocks]
             blocks = [each for each in blocks if each not in stages]
@@ -108,12 +115,13 @@ def _is_stage(module: Module) -> bool:
     return any(_two_alike(_members(each)) for each in (inner, *map(unwrap, children(inner))))
 
 
-def _members(module: Module) -> list[Module]:
-    """Return the composite children that make a module a list; none of other modules."""
-    if not isinstance(module, CONTAINERS):
+def _members(module: Module, *, leaves: bool = False) -> list[Module]:
+    """Return the composite children, or `leaves`, that make a module a list; none of other modules."""
+    if not isinstance(module, (ModuleList, ModuleDict) if leaves else CONTAINERS):
         return []
-    found = [each for each in children(module) if children(unwrap(each)) and any(True for _ in each.parameters())]
-    alone = len(found) == 1 and not isinstance(module, Sequential)
+    fit = (each for each in children(module) if bool(children(unwrap(each))) is not leaves)
+    found = [each for each in fit if any(True for _ in each.parameters())]
+    alone = len(found) == 1 and not (leaves or isinstance(module, Sequential))
     return found if alone or len(set(map(block_type, found))) < len(found) else []
 
 
