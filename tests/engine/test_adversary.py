@@ -10,7 +10,7 @@ import pytest
 import torch
 from adversary.device import AdversarialDevice
 from adversary.harness import check, execute, scaled_down, trial
-from adversary.layers import STORAGE, Layers, numbers, saving
+from adversary.layers import Layers, numbers, saving
 from adversary.models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH
 from adversary.orders import Mode
 from adversary.programs import Backward, Forward, Program, programs
@@ -112,37 +112,6 @@ def test_what_is_reloaded_before_a_capture_is_used_in_it(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
-@pytest.mark.parametrize(
-    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "groups"]
-)
-def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: Plan, mode: Mode) -> None:
-    """The copy waits for the first reader alone; the second one may be at it when the copy is done."""
-    device = AdversarialDevice(0, mode)
-    context = OffloadContext(Engine(plan, device))
-    w = torch.ones(ROWS, WIDTH, requires_grad=True)
-    side, main = device.side_stream(), device.current_stream(torch.device("cpu"))
-    outputs = []
-    for k in range(4):
-        with context:
-            h = numbers(k)
-            device.produced(h)
-            y = saving(w, numbers(10))
-            device.wait(side, device.record(main))
-            with device.on(side):
-                y = y + saving(w, h) + saving(w, h)
-                device.saved(h, side)  # the engine need not tell of the second time
-            del h
-        outputs.append(context.synchronize(y))
-    del y
-    device.barrier()
-    torch.stack(outputs).sum().backward()
-    outputs.clear()
-    device.barrier()
-    assert torch.equal(w.grad, torch.ones_like(w) * sum(2 * numbers(k).sum() + numbers(10).sum() for k in range(4)))
-    check(device, context)
-
-
-@pytest.mark.parametrize("mode", ["late", "early", "random"])
 def test_a_layer_waits_for_its_own_copy_of_a_storage_that_an_earlier_one_has_copied(mode: Mode) -> None:
     """Each saves half of it, and the end of the first copy says nothing of the second."""
     device = AdversarialDevice(0, mode)
@@ -160,57 +129,6 @@ def test_a_layer_waits_for_its_own_copy_of_a_storage_that_an_earlier_one_has_cop
     check(device, context)
     want = numbers(rows=2 * ROWS).sum() + numbers(2).sum() + numbers(3).sum()
     assert torch.equal(w.grad, torch.ones_like(w) * want)
-
-
-def test_a_layer_is_reloaded_into_memory_that_is_free_once() -> None:
-    """What the last layer saves last, and uses first, it has saved five times; its memory is free once."""
-    device = AdversarialDevice(0, "late")
-    context = OffloadContext(Engine(GroupSchedule(1).plan("aa"), device))
-    w = torch.ones(ROWS, WIDTH, requires_grad=True)
-    x = w * 1.0
-    for times in ([1, 1, 1, 1], [1, 1, 5, 5]):
-        with context:
-            for many in times:
-                h = numbers()
-                for _ in range(many):
-                    x = saving(x, h)
-        x = context.synchronize(x)
-    del h
-    context.reset_statistics()
-    assert context.statistics().resident_bytes == 4 * STORAGE
-    x.sum().backward()
-    assert context.statistics().reloaded_ahead == 4
-    assert context.statistics().peak_resident_bytes == 4 * STORAGE
-    del x
-    check(device, context)
-
-
-@pytest.mark.parametrize("alias", ["the same tensor", "another counter"])
-def test_a_storage_is_edited_while_it_leaves(alias: str) -> None:
-    """Saved once more, it is not taken for what was saved first: each has the version and the counter of its own."""
-    device = AdversarialDevice(0, "late")
-    context = OffloadContext(Engine(DefaultSchedule(1, 3).plan(), device))
-    w = torch.ones(ROWS, WIDTH, requires_grad=True)
-    h = numbers()
-    with context:
-        first = saving(w, h)
-        if alias == "the same tensor":
-            h.add_(1.0)
-            device.produced(h)
-            second = saving(w, h)
-        else:
-            other = h.data
-            second = saving(w, other)
-            other.add_(1.0)
-    context.synchronize((first, second))
-    edited = first if alias == "the same tensor" else second
-    if edited is first:
-        second.sum().backward()
-        assert torch.equal(w.grad, torch.ones_like(w) * numbers(1.0).sum())
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        edited.sum().backward()
-    del first, second, edited
-    check(device, context)
 
 
 @pytest.mark.parametrize("sort", SORTS)

@@ -4,16 +4,14 @@ An in-place operation on a wrapper is counted on the wrapper, and not on its par
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from helpers import forward, make, min_elements, no_gc, nothing_held, plain, same_bits
+from helpers import forward, make, min_elements, no_gc, nothing_held, same_bits
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from wrappers import Join, N, Split, Two, Uses, read, values
 
 MODIFIED = "modified by an inplace operation"
@@ -153,65 +151,6 @@ def test_a_copy_made_before_a_change_is_not_used_after_it():
 # Subclasses that stay on the device
 
 
-class Layer(nn.Module):
-    """Saves a transposed weight, a view of an activation, and what exp returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(Two(values(), values()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Join.apply((Split.apply(x).t() @ self.weight.t()).exp())
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the operations that run the Python code of wrappers, and how many wrappers are built from their parts."""
-    count: Counter[str] = Counter()
-    dispatch, build = Two.__torch_dispatch__.__func__, Two.__tensor_unflatten__.__func__
-
-    def dispatched(cls: Any, func: Any, *more: Any) -> Any:
-        count[str(func)] += 1
-        return dispatch(cls, func, *more)
-
-    def built(cls: Any, *more: Any) -> Any:
-        count["build"] += 1
-        return build(cls, *more)
-
-    monkeypatch.setattr(Two, "__torch_dispatch__", classmethod(dispatched))
-    monkeypatch.setattr(Two, "__tensor_unflatten__", classmethod(built))
-    return count
-
-
-def step(layer: Layer, at: int, context: Any, sync: Any = lambda x: x) -> list[Tensor]:
-    """Train a layer as the first or last of three; return its gradients."""
-    x = torch.ones(N, N, requires_grad=True)
-    layers: list[Any] = [torch.sin, torch.sin, torch.sin]
-    layers[at] = layer
-    forward(layers, x * 1.0, context, sync).sum().backward()
-    got = layer.weight.grad
-    layer.weight.grad = None
-    return [x.grad, got.a, got.b]
-
-
-@pytest.mark.parametrize("at", [0, 2], ids=["offloaded", "kept"])
-def test_hooks_run_no_operation_of_a_wrapper(counted: Counter[str], at: int) -> None:
-    """No more than hooks that do nothing, for which autograd detaches what they return."""
-    layer = Layer()
-    counted.clear()
-    wanted = step(layer, at, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-    expected = Counter(counted)
-    assert expected["aten.detach.default"]
-    context, sync = make(1, 3)
-    counted.clear()
-    got = step(layer, at, context, sync)
-    assert counted.pop("build") == 2  # from its parts
-    assert counted == expected
-    for a, b in zip(got, wanted, strict=True):
-        assert same_bits(a, b)
-    nothing_held(context)
-
-
 class View(torch.autograd.Function):
     """Returns a view, and saves it."""
 
@@ -256,28 +195,3 @@ def test_what_is_held_makes_no_cycle(saves: str) -> None:
         y = forward([torch.sin, torch.sin, layer], x * 1.0, context, sync)
         del y
         assert results[0]() is None
-
-
-def test_a_graph_that_is_differentiated_twice_and_retained() -> None:
-    weight = nn.Parameter(Two(values(), values()))
-
-    def layer(x: Tensor) -> Tensor:
-        h = weight * 1.0
-        return x * Join.apply(h.t() * h.t())
-
-    def gradients(y: Tensor) -> list[Any]:
-        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
-        return [
-            first,
-            *(torch.autograd.grad(each.sum(), weight, retain_graph=True)[0] for each in (Join.apply(first), y)),
-        ]
-
-    x = torch.ones(N, N, requires_grad=True)
-    layers = [torch.sin, torch.sin, layer]
-    wanted = gradients(plain(layers, x * 1.0))
-    context, sync = make(1, 3)
-    got = gradients(forward(layers, x * 1.0, context, sync))
-    for a, b in zip(got, wanted, strict=True):
-        assert same_bits(read(a), read(b))
-    del a, b, got
-    nothing_held(context)

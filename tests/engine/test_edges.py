@@ -322,22 +322,6 @@ def test_closing_the_context_in_flight(device: AdversarialDevice, w: Tensor) -> 
     check(device, layers.context)
 
 
-def test_memory_that_two_layers_save_is_freed_by_the_later_release(device: AdversarialDevice, w: Tensor) -> None:
-    layers = Layers(None, 2)
-    whole = [numbers()]
-    outputs = [layers(lambda: saving(w, whole[0][:4])), layers(lambda: saving(w, whole[0][4:]))]
-    whole.clear()
-    for layer in (0, 1):
-        layers.controller.start_offload_layer(layer)
-    for layer, resident in ((0, STORAGE), (1, 0)):
-        layers.controller.release_activation_forward_gpu_memory(layer)
-        assert layers.statistics.resident_bytes == resident
-    torch.stack(outputs).sum().backward()
-    assert torch.equal(w.grad, torch.ones_like(w) * numbers()[:4].sum() + numbers()[4:].sum())
-    del outputs
-    check(device, layers.context)
-
-
 def test_what_autograd_holds_outlives_what_made_it(device: AdversarialDevice, w: Tensor) -> None:
     layers = Layers(1, 3)
     h = numbers() * w.detach()

@@ -1,6 +1,5 @@
 """Passes: several in flight, several backwards through one, steps that are cut short, forwards without gradients."""
 
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -86,34 +85,6 @@ def test_a_backward_without_memory_is_tried_again(layers, call, after):
     nothing_held(context)
 
 
-def test_memory_is_freed_node_by_node():
-    """The resident bytes fall while backward runs; nothing waits for its end."""
-    context, sync = make(2, 6)
-    levels = []
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(6)]
-    outputs = run(layers, context, sync, data().requires_grad_() * 1.0)
-    for y in outputs:
-        y.register_hook(lambda g: levels.append(context.statistics().resident_bytes))
-    full, loss = context.statistics().resident_bytes, outputs[-1].sum()
-    del outputs, y
-    loss.backward()
-    # In layers. The outputs of layers 5 to 0 get their gradients in this order; layers 1 and 0 are reloaded into what
-    # the backward of layers 5 and 4 has freed.
-    assert levels == [k * (full // 4) for k in (4, 3, 3, 3, 2, 1)]
-
-
-def test_looking_at_a_saved_tensor_outside_of_backward():
-    context, sync = make(1, 3)
-    x = data().requires_grad_() * 1.0
-    y = forward([torch.sin, torch.relu, torch.relu], x, context, sync)
-    node = y.grad_fn.next_functions[0][0].next_functions[0][0]
-    assert node.name() == "SinBackward0"
-    assert torch.equal(node._saved_self, x)
-    y.sum().backward()
-    del y, node
-    nothing_held(context)
-
-
 def test_what_a_user_got_from_a_node_stays_his():
     """A saved tensor that was read, or that a second-order graph holds, outlives the release."""
     x, layer = data(), nn.Linear(64, 64)
@@ -164,37 +135,5 @@ def test_a_backward_inside_of_a_backward(layers, at):
     # The inner one reloads again only what the outer one had ended: at most layers 2 and 3.
     assert 4 <= statistics.reloaded_ahead <= 6
     assert at < 3 or statistics.reloaded_ahead == 4
-    outputs = loss = hook = None
-    nothing_held(context)
-
-
-def test_a_backward_that_ends_while_another_waits(layers):
-    """The first one waits at layer 1; the second one comes, passes all layers and ends; the first one goes on."""
-    context, sync = make(4, 6)
-    outputs = run(layers, context, sync)
-    loss = outputs[-1].square().sum()
-    reached, go_on = threading.Event(), threading.Event()
-    first: list = []
-
-    def hook(gradient):
-        if not reached.is_set():
-            reached.set()
-            assert go_on.wait(30)
-
-    outputs[1].register_hook(hook)
-    thread = threading.Thread(target=lambda: first.append(gradients(layers, loss, retain_graph=True)))
-    thread.start()
-    assert reached.wait(30)
-    second = gradients(layers, loss, retain_graph=True)
-    # What the first one has yet to use is on the device.
-    assert context.statistics().reloaded_on_demand == 0
-    go_on.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    # The graph is retained, so the last of the two has put everything back on the host.
-    resident = context.statistics().resident_bytes
-    check(layers, 0, first[0], second, gradients(layers, loss, retain_graph=True))
-    assert context.statistics().resident_bytes == resident
-    assert context.statistics().reloaded_on_demand == 0
     outputs = loss = hook = None
     nothing_held(context)

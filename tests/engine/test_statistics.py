@@ -66,39 +66,11 @@ def test_a_forward_and_its_backward_by_hand():
     assert context.statistics().host_bytes == 10 * ONE  # kept for the next step
 
 
-def test_host_memory_is_reused_by_the_next_step_and_not_by_a_pass_in_flight():
-    layers = [Two() for _ in range(4)]
-    context, sync = make(2, 4)
-    first = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
-    one = context.statistics()
-    second = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
-    two = context.statistics()
-    assert two.host_bytes_used == 2 * one.host_bytes_used == 12 * ONE
-    assert two.resident_bytes == 2 * one.resident_bytes
-    second.sum().backward()
-    first.sum().backward()
-    third = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
-    assert context.statistics().host_bytes == two.host_bytes
-    assert context.statistics().host_bytes_high_water == two.host_bytes_used
-    third.sum().backward()
-
-
 def test_reset():
-    layers = [Two() for _ in range(4)]
-    context, sync = make(2, 4)
-    y = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
-    before = context.statistics()
-    context.reset_statistics()
-    assert context.statistics() == Statistics(
-        resident_bytes=before.resident_bytes,
-        peak_resident_bytes=before.resident_bytes,
-        host_bytes=before.host_bytes,
-        host_bytes_used=before.host_bytes_used,
-        host_bytes_high_water=before.host_bytes_used,
-    )
+    context, _, y = run([Two() for _ in range(4)], 2)
     y.sum().backward()
     del y
-    nothing_held(context)
+    before = context.statistics()
     context.reset_statistics()
     # The high-water mark of the pool is the largest ever, as documented.
     assert context.statistics() == Statistics(

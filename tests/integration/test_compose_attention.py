@@ -96,21 +96,6 @@ def test_dropout_in_attention():
     assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
 
 
-@pytest.mark.usefixtures("way")
-def test_multi_head_attention_module():
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x).unsqueeze(0)
-            return x + self.attention(y, y, y, need_weights=False)[0][0]
-
-    both(training(lambda: Net(Module)))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of attention on the CPU
 def test_sequences_of_different_lengths():
     """Jagged tensors from block to block: their values are offloaded, their offsets are kept because they are small."""

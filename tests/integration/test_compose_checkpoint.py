@@ -80,18 +80,6 @@ def test_regions_of_several_blocks(reentrant, each):
     only_inputs(handle, offloaded=sum(group < OFFLOADED for group in saved_by), regions=BLOCKS // each)
 
 
-@variants
-def test_some_blocks_checkpointed_and_others_not(reentrant):
-    class Every(Net):
-        def call(self, block: nn.Module, x: Tensor) -> Tensor:
-            return checkpoint(block, x, use_reentrant=reentrant) if block is self.blocks[1] else block(x)
-
-    without = both(training(lambda: Net(dropping))).statistics()
-    statistics = both(training(lambda: Every(dropping))).statistics()
-    # Three of the four blocks are offloaded whole; of the checkpointed one its input.
-    assert statistics.bytes_offloaded == without.bytes_offloaded * 3 // 4 + STEPS * STREAM
-
-
 class Squashed(nn.Module):
     """Saves its input, that of the sine, and its own output."""
 
@@ -101,20 +89,6 @@ class Squashed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(torch.sin(self.linear(x)))
-
-
-@variants
-def test_an_output_that_a_block_saves_and_a_checkpointed_one_takes(reentrant):
-    """It is one storage of two groups, which is copied once."""
-
-    class AllButTheFirst(Net):
-        def call(self, block: nn.Module, x: Tensor) -> Tensor:
-            return block(x) if block is self.blocks[0] else checkpoint(block, x, use_reentrant=reentrant)
-
-    statistics = both(training(lambda: AllButTheFirst(Squashed))).statistics()
-    # Three of the first block, the last of which is the input of the second one, and the inputs of two more blocks.
-    assert statistics.tensors_offloaded == STEPS * (3 + OFFLOADED - 2)
-    assert statistics.bytes_offloaded == STEPS * (3 + OFFLOADED - 2) * STREAM
 
 
 def test_a_skip_connection_is_an_input_of_the_first_region_only():

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from composing import STEPS, Block, Net, Offload, batch, both, train, training
+from composing import STEPS, Block, Net, Offload, both, train, training
 from helpers import in_threads
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from whole_model import nothing_installed
+from whole_model import hooks, nothing_installed
 
 
 def output_replaced(model: Net) -> list[RemovableHandle]:
@@ -39,15 +39,6 @@ def hooks_on_the_model(model: Net) -> list[RemovableHandle]:
     ]
 
 
-def hooks_on_tensors(model: Net) -> list[RemovableHandle]:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda grad: grad * 0.5)
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(lambda grads: (grads[0] + 1.0,))
-
-    return [model.blocks[1].register_forward_hook(hook)]
-
-
 def hooks_on_all_modules(model: Net) -> list[RemovableHandle]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         return output * 1.25 if isinstance(module, Block) else None
@@ -60,25 +51,12 @@ def hooks_on_all_modules(model: Net) -> list[RemovableHandle]:
     ]
 
 
-def hooks_that_remove_themselves(model: Net) -> list[RemovableHandle]:
-    own: list[RemovableHandle] = []
-
-    def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        own.pop().remove()
-        return output * 1.5
-
-    own += [model.blocks[k].register_forward_hook(once) for k in (4, 2, 0)]
-    return []
-
-
 KINDS = [
     output_replaced,
     input_replaced_first,
     gradients_replaced,
     hooks_on_the_model,
-    hooks_on_tensors,
     hooks_on_all_modules,
-    hooks_that_remove_themselves,
 ]
 
 
@@ -126,11 +104,6 @@ def test_outputs_taken_by_a_hook_are_not_freed_and_stay_right():
 # The end of offload
 
 
-def on_blocks(model: Net) -> int:
-    modules = [model, *model.blocks]
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
-
-
 PLACES = {
     "before its group": lambda model: model.blocks[2].register_forward_pre_hook,
     "after its group": lambda model: model.blocks[2].register_forward_hook,
@@ -139,16 +112,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("when", "error", "aside"),
-    [
-        *((when, None, False) for when in PLACES),
-        *(("after its group", error, False) for error in (ZeroDivisionError, KeyboardInterrupt)),
-        ("after its group", None, True),  # by another thread
-    ],
-)
-def test_removed_while_a_forward_is_under_way(when, error, aside):
-    """That forward goes on as it began, or fails; with its end all of ours is gone."""
+@pytest.mark.parametrize(("when", "aside"), [*((when, False) for when in PLACES), ("after its group", True)])
+def test_removed_while_a_forward_is_under_way(when, aside):
+    """That forward goes on as it began; with its end all of ours is gone, also if another thread removes it."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -157,29 +123,18 @@ def test_removed_while_a_forward_is_under_way(when, error, aside):
 
         def remove(*_: object) -> None:
             if handle is not None:
-                if aside:
-                    in_threads(handle.remove)
-                else:
-                    handle.remove()
+                in_threads(handle.remove) if aside else handle.remove()
                 assert not handle.installed
-            if error is not None:
-                raise error
 
-        hooks = [PLACES[when](model)(remove)]
-        if error is None:
-            results += train(model, 1)
-        else:
-            hooks.append(model.register_forward_hook(lambda *_: None, always_call=True))
-            with pytest.raises(error):
-                model(batch())
-        for hook in hooks:
-            hook.remove()
+        hook = PLACES[when](model)(remove)
         results += train(model, 1)
-        assert on_blocks(model) == 0
+        hook.remove()
+        results += train(model, 1)
+        assert not any(hooks(model))
         nothing_installed()
         return results
 
     statistics, plain = both(program).statistics(), both(training(Net)).statistics()
     assert statistics.host_bytes == 0
-    assert error is not None or statistics.passes == 2
-    assert error is not None or statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2
+    assert statistics.passes == 2
+    assert statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2

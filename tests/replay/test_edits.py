@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from recomputing import BLOCKS, WAYS, WIDTH, Mlp, Net, all_ways, batch, check, gradients, policies, train, ways
+from recomputing import BLOCKS, WAYS, WIDTH, Mlp, Net, all_ways, batch, check, policies, train, ways
 from torch import nn
 from whole_model import offload
 
@@ -66,24 +66,6 @@ def test_an_edit_before_backward_is_an_error_of_autograd(where, policy, fraction
             loss.backward()
         del loss
         model.zero_grad()
-
-
-@all_ways
-def test_edits_behind_backward(policy, fraction):
-    def use(model):
-        found = []
-        for k in range(5):
-            loss = model(batch(k)).square().sum()
-            loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(0.01 * parameter.grad)
-                for buffer in model.buffers():
-                    buffer.mul_(0.9)
-            found += gradients(model)
-        return [*found, *model.parameters()]
-
-    check(lambda: Net(Edited), use, policy=policy, fraction=fraction)
 
 
 @all_ways

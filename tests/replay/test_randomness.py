@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from composing import gradients
-from recomputing import WIDTH, Linear, Net, all_ways, batch, check
+from recomputing import Linear, Net, all_ways, batch, check
 from torch import Tensor, nn
 
 from actoffload.replay import trace
@@ -130,21 +130,6 @@ def test_equal_draws_are_no_twins():
             return (y * one).sin() + (y * two).exp()
 
     check(lambda: Net(Twice), use, freed=0.7)
-
-
-def test_a_retained_graph_and_several_backwards():
-    def twice(model: nn.Module) -> list[Tensor]:
-        found = []
-        for k in range(4):
-            GENERATOR.manual_seed(k)
-            x = torch.randn(16, WIDTH, requires_grad=True, generator=torch.Generator().manual_seed(k))
-            loss = model(x).square().sum()
-            found += torch.autograd.grad(loss, x, retain_graph=True)
-            loss.backward()
-            found += gradients(model)
-        return found
-
-    check(lambda: Net(Dropping), twice)
 
 
 # Threads

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from composing import gradients
 from helpers import no_gc, nothing_held
 from interrupts import SOURCES, interrupted
-from recomputing import POLICIES, WIDTH, Mlp, Net, batch, check, clean, gradients, policies, train, ways
+from recomputing import POLICIES, Mlp, Net, batch, check, clean, policies, train, ways
 from torch import Tensor, nn
 from whole_model import equal, offload
 
@@ -91,53 +92,6 @@ def test_a_graph_that_is_dropped_frees_all(policy, fraction):
             nothing_held(handle)
             assert ref() is None
             assert freed() == {"up", "sin", "exp", "down"}
-
-
-def test_values_made_again_are_freed_in_backward():
-    """Each is there from its first use to its last one."""
-    alive: list[int] = []
-
-    class Seen(torch.autograd.Function):
-        """Makes a value that it saves, and counts those that exist."""
-
-        refs: list[Any] = []
-
-        @staticmethod
-        def forward(ctx, x):
-            made = x * 2.0
-            Seen.refs.append(storage_weakref(made.untyped_storage()))
-            ctx.save_for_backward(made)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (made,) = ctx.saved_tensors
-            alive.append(sum(not storage_expired(ref) for ref in Seen.refs))
-            return gradient * made
-
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            x = x * self.scale
-            for _ in range(8):
-                x = Seen.apply(x)
-            return x
-
-    model = Net(Chain)
-    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
-    with no_gc():
-        train(model)
-        Seen.refs.clear()
-        loss = model(batch()).sum()
-        assert all(storage_expired(ref) for ref in Seen.refs)
-        alive.clear()
-        loss.backward()
-        assert all(storage_expired(ref) for ref in Seen.refs)
-    assert max(alive) <= 8
-    assert alive[7] < 8
 
 
 # Exceptions

@@ -125,21 +125,23 @@ def train(
     owner: nn.Module | None = None,
     data: Callable[[int], Tensor] = batch,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    start: int = 0,
 ) -> list[Tensor]:
-    """Run some steps of a model, or of what runs the model `owner`; return outputs and gradients of all of them.
+    """Run some steps of a model, or of what runs the model `owner`; return outputs, gradients, and buffers in the end.
 
     Each forward runs in a context that `around` returns.
     """
     owner = model if owner is None else owner
     assert isinstance(owner, nn.Module)
     found = []
-    for k in range(steps):
+    for k in range(start, start + steps):
+        torch.manual_seed(k)
         with around():
             y = model(data(k))
         y.float().square().sum().backward()
         found += [y.detach(), *gradients(owner)]
         del y
-    return found
+    return [*found, *(buffer.clone() for buffer in owner.buffers())]
 
 
 def training(make: Callable[[], nn.Module], loop: Callable[[Any], Sequence[Tensor]] = train, **options: Any) -> Program:
@@ -231,9 +233,3 @@ def both(
     assert not WAY.get("recompute") or any(group.recomputed for group in handle.report().groups)
     assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle
-
-
-def copied(handle: actoffload.OffloadHandle) -> set[int]:
-    """Return the sizes of what `both` offloaded, in bytes."""
-    spy: Any = handle._engine.backend
-    return set(spy.offloaded)

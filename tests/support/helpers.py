@@ -157,25 +157,17 @@ class Failing(actoffload.device.ReferenceDevice):
             self.failing[call] -= 1
             raise RuntimeError(f"{call} failed")
 
-    def empty_host(self, *args, **more):
-        self._maybe("empty_host")
-        return super().empty_host(*args, **more)
 
-    def empty_device(self, *args, **more):
-        self._maybe("empty_device")
-        return super().empty_device(*args, **more)
+def _failing(call: str) -> Callable[..., Any]:
+    def method(self: Failing, *args: Any, **more: Any) -> Any:
+        self._maybe(call)
+        return getattr(actoffload.device.ReferenceDevice, call)(self, *args, **more)
 
-    def to_host(self, *args, **more):
-        self._maybe("to_host")
-        return super().to_host(*args, **more)
+    return method
 
-    def to_device(self, *args, **more):
-        self._maybe("to_device")
-        return super().to_device(*args, **more)
 
-    def wait(self, *args, **more):
-        self._maybe("wait")
-        return super().wait(*args, **more)
+for _call in ("empty_host", "empty_device", "to_host", "to_device", "wait"):
+    setattr(Failing, _call, _failing(_call))
 
 
 class Saves(torch.autograd.Function):

@@ -9,7 +9,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from composing import WIDTH, gradients
+from composing import WIDTH
 from helpers import no_gc, nothing_held
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -55,6 +55,17 @@ class Linear(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
 
+class Applies(Linear):
+    """A linear, an activation, and a function of the block, its input and the result of both."""
+
+    def __init__(self, function: Callable[[Any, Tensor, Tensor], Tensor], activation: Any = torch.sin) -> None:
+        super().__init__()
+        self.function, self.activation = function, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x, self.activation(super().forward(x)))
+
+
 class Net(composing.Net):
     """Blocks between two linears."""
 
@@ -69,14 +80,7 @@ def batch(k: int = 0, rows: int = ROWS) -> Tensor:
 
 def train(model: nn.Module, steps: int = STEPS, start: int = 0) -> list[Tensor]:
     """Run some steps; return outputs, gradients, and buffers in the end."""
-    found = []
-    for k in range(start, start + steps):
-        torch.manual_seed(k)
-        y = model(batch(k))
-        y.square().sum().backward()
-        found += [y.detach().clone(), *gradients(model)]
-        del y
-    return [*found, *(buffer.clone() for buffer in model.buffers())]
+    return composing.train(model, steps, data=batch, start=start)
 
 
 def check(

@@ -10,8 +10,6 @@ from actoffload.engine.engine import Engine
 from actoffload.report import Statistics
 from actoffload.schedule import Kind, LayerCost, Link, Plan, Saved, Simulation, Timeline
 
-__all__ = ["PIECE", "Timed", "Work", "agree", "costs", "eighths", "execute", "layer_of", "links", "run"]
-
 
 class Work(torch.autograd.Function):
     """Computes for a while in forward and in backward, and may save one tensor in between."""
@@ -129,19 +127,6 @@ def agree(got: tuple[Timeline, Statistics, float], want: Simulation) -> None:
             for mine in ([span for span in spans if span.layer == k] for k in layers)
         ]
 
-    def starts(t: Timeline) -> list[float]:
-        """When each layer that computes at all first does: behind the stalls with which its span may begin."""
-        stalls = {s.start: s.end for s in t.of(Kind.STALL) if s.seconds}
-        found = []
-        for k, seconds in zip(layers, work(t, Kind.FORWARD), strict=True):
-            if seconds:
-                start = min(s.start for s in t.of(Kind.FORWARD) if s.layer == k and s.seconds)
-                while start in stalls:
-                    start = stalls[start]
-                found.append(start)
-        return found
-
-    assert starts(timeline) == starts(want.timeline)
     assert work(timeline, Kind.FORWARD) == work(want.timeline, Kind.FORWARD)
     assert work(timeline, Kind.BACKWARD) == work(want.timeline, Kind.BACKWARD)
     assert statistics.peak_resident_bytes == want.peak_bytes
