@@ -252,19 +252,7 @@ def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 class WholeStep:
-    """Forward and backward in one CUDA graph.
-
-    Parameters
-    ----------
-    model : module
-        Its parameters get gradients.
-    run : callable
-        Takes an input, which may be offloaded, and returns the output.
-    rows : int
-        Rows of the static input.
-    warm_up : callable, optional
-        Runs before the capture, in place of `run`.
-    """
+    """Forward and backward of what runs a model, in one CUDA graph; `warm_up` runs before the capture in its place."""
 
     def __init__(self, model: nn.Module, run: Run, rows: int, *, warm_up: Run | None = None) -> None:
         self.model = model
@@ -319,11 +307,7 @@ def occupy(cycles: int) -> None:
 class Delayed:
     """The device of this machine with a random delay before each copy and each allocation.
 
-    Parameters
-    ----------
-    d2h, h2d, compute : int
-        Longest delay, in clock cycles, on the stream of copies to the host, on the stream of copies to the device,
-        and, before an allocation, on the compute stream.
+    The longest delays are in clock cycles, on the streams of copies and, before an allocation, on the compute stream.
     """
 
     def __init__(self, d2h: int = 0, h2d: int = 0, compute: int = 0) -> None:

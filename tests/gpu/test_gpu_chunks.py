@@ -8,7 +8,7 @@ import torch
 from gpu_harness import captured, gpu
 
 from actoffload import device as devices
-from actoffload.device.accelerator import Accelerator, Separator
+from actoffload.device.accelerator import Accelerator
 
 pytestmark = gpu
 
@@ -117,16 +117,3 @@ def test_a_small_copy_does_not_wait_for_all_large_ones(
     print(f"to_host={to_host} {nbytes} bytes graph={graph}: waits and whole copies in seconds {found}")
     assert min(whole for _, whole in found) > 3 * SECONDS, "the large copy is too short to be waited for"
     assert min(wait for wait, _ in found) < SECONDS
-
-
-def test_without_separators_a_small_copy_waits(
-    device: Accelerator, large: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What separators are for; where it fails, this driver does not need them."""
-    monkeypatch.setattr(Separator, "queue", lambda _: None)
-    stream = device.new_stream(device.current_device())
-    work = copies(device, False, large, stream)
-    work()
-    found = [seconds_of_small_copies(work, False, 852_000) for _ in range(3)]
-    print(f"without separators: {found}")
-    assert min(wait for wait, _ in found) > SECONDS

@@ -1,6 +1,5 @@
 """CUDA graphs: forward and backward are captured together with the copies."""
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -117,32 +116,6 @@ def test_capture_without_a_warm_pool() -> None:
     assert statistics.tensors_kept[Reason.HOST_FULL] == 4
     equal(step(model, 1, ROWS, run), want[1])
     assert context.statistics().tensors_offloaded == 4
-
-
-def test_several_graphs_share_a_context() -> None:
-    """Two graphs with two input shapes are replayed in turns: each keeps its own host memory."""
-    model = make()
-    rows = (1024, 2048)
-    want = {n: [step(model, seed, n) for seed in range(4)] for n in rows}
-    run, context = default_context(model)
-    graphs = {n: WholeStep(model, run, n) for n in rows}
-    for seed in range(4):
-        for n in rows:
-            equal(graphs[n].replay(seed), want[n][seed])
-    assert context.statistics().host_bytes >= 4 * sum(rows) * WIDTH * 4
-
-
-def test_dropout_in_a_graph() -> None:
-    """Masks are kept where groups are recomputed, so nothing is drawn again."""
-    model = make("mlp")
-    model.blocks = nn.ModuleList([nn.Sequential(block, nn.Dropout(0.2)) for block in model.blocks])
-    handle = offload(model, recompute=True, num_layers=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", actoffload.HostMemoryWarning)  # the steps before saved less
-        graph = WholeStep(model, model, ROWS)
-    assert "Not recomputed" not in handle.plan.because
-    first, second = graph.replay(0), graph.replay(0)
-    assert not all(map(torch.equal, first, second)), "each replay draws other numbers"
 
 
 def test_a_graph_keeps_the_drop() -> None:

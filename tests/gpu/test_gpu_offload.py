@@ -1,10 +1,8 @@
 """`actoffload.offload` on a GPU: equal bits, a peak that follows the plan, streams, and no synchronization."""
 
 import gc
-from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,9 @@ from gpu_harness import (
     NBYTES,
     ROWS,
     WIDTH,
-    collect,
-    default_context,
     flash,
     gpu,
-    loss,
     make,
-    make_input,
     occupy,
     offload,
     peak,
@@ -168,24 +162,6 @@ def test_r_of_a_transformer(how: str) -> None:
     assert (without - with_offload) / report.expected_bytes >= 0.995
 
 
-def anonymous_memory() -> int:
-    """Return the bytes of this process that are in no file."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return 1024 * int(line.split()[1])
-
-
-def test_closing_returns_host_memory_to_the_system() -> None:
-    model = make()
-    run, context = default_context(model)
-    step(model, 0, ROWS, run)
-    torch.cuda.synchronize()
-    held = context.statistics().host_bytes
-    before = anonymous_memory()
-    context.close()
-    assert held > 0
-    assert before - anonymous_memory() >= 0.99 * held
-
-
 # Synchronization and allocation
 
 
@@ -200,36 +176,6 @@ def test_settled_steps_neither_synchronize_nor_allocate(how: str) -> None:
             for seed in range(6):
                 run_step(model, seed)
                 print(handle, handle.report() if how in OPTIONS else "")
-
-
-WAITING = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
-ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cudaHostRegister"}
-
-
-def test_the_profiler_sees_no_runtime_call_that_waits_or_allocates() -> None:
-    """Check the CUDA runtime calls of a steady step in a profile, independently of the test above."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    model = make("mlp", 12)
-    offload(model, num_layers=6)
-    for seed in range(3):
-        run_step(model, seed)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with record_function("steady step"):
-            run_step(model, 3)
-        torch.cuda.synchronize()
-    host = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
-    whole = next(event for event in host if event.name == "steady step").time_range
-    calls = Counter(
-        event.name
-        for event in host
-        if event.name.startswith("cuda") and whole.start <= event.time_range.start <= whole.end
-    )
-    if not calls["cudaMemcpyAsync"]:
-        pytest.skip("the profiler recorded no runtime calls on this machine")
-    assert calls["cudaMemcpyAsync"] >= 6 * 2 * 2
-    assert not {name for name in calls if name in WAITING | ALLOCATING}
 
 
 # Streams
@@ -259,20 +205,6 @@ class TwoStreams(nn.Module):
         return x + branch + direct
 
 
-def test_steps_on_two_streams_in_turns() -> None:
-    model = make("mlp", 6)
-    want = [step(model, seed) for seed in range(4)]
-    torch.cuda.synchronize()
-    handle = offload(model, num_layers=3)
-    side = torch.cuda.Stream()
-    for seed in range(4):
-        with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
-            result = step(model, seed)
-        torch.cuda.synchronize()
-        equal(result, want[seed])
-    assert handle.statistics().resident_bytes == 0
-
-
 @pytest.mark.parametrize("delay", [0, 2_000_000])
 def test_blocks_that_use_a_stream_of_their_own(delay: int) -> None:
     torch.manual_seed(3)
@@ -298,7 +230,7 @@ def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
         run_step(model, seed)
     torch.cuda.synchronize()
     handle.reset_statistics()
-    with handle.recording():
+    with handle.recording(), no_synchronization():
         run_step(model, 2)
     timeline, statistics = handle.timeline(), handle.statistics()
     assert timeline.source == "measured"
@@ -317,24 +249,3 @@ def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
     assert 0.5 * end <= sum(span.seconds for span in compute) <= end * 1.001
     for span in timeline.of(Kind.D2H, Kind.H2D, Kind.STALL):
         assert 0 <= span.start <= span.end <= end * 1.001
-
-
-def test_a_recorded_step_lasts_as_long_as_events_say_changes_no_bit_and_does_not_synchronize() -> None:
-    """The timeline excludes the search for holders."""
-    model = make("mlp", 12)
-    want = [step(model, seed) for seed in range(4)]
-    handle = offload(model)
-    for seed in range(3):
-        equal(step(model, seed), want[seed])
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    with handle.recording(), no_synchronization():
-        start.record()
-        output = model(make_input(model, 3))
-        loss(output).backward()
-        end.record()
-    equal(collect(model, output), want[3])
-    timeline = handle.timeline()
-    assert timeline.nbytes(Kind.D2H) > 0
-    seconds = start.elapsed_time(end) * 1e-3
-    assert 0.5 * seconds <= timeline.end <= 1.05 * seconds

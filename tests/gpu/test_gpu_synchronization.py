@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_harness import default_context, gpu, loss, make, make_input
-from torch import nn
+from gpu_harness import gpu
 
 import actoffload.moe
 from actoffload import find_synchronizations
@@ -76,7 +75,7 @@ def test_lines_of_the_program_in_backward() -> None:
     ]
 
 
-# The table of the guide, and offloading
+# The table of the guide
 
 
 ROWS = {
@@ -114,24 +113,3 @@ def test_the_table_of_the_guide(waits: str) -> None:
         with find_synchronizations() as found:
             exec(code, space)
         assert len({one.line for one in found}) == expected, f"{line}\n{found}"
-
-
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_an_asynchronous_step_finds_nothing(offloaded: bool) -> None:
-    model = make("mlp")
-    optimizer = torch.optim.AdamW(model.parameters())
-    run, x = default_context(model)[0] if offloaded else model, make_input(model)
-
-    def step() -> torch.Tensor:
-        value = loss(run(x))
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return value.detach()
-
-    for _ in range(3):
-        step()
-    with find_synchronizations() as found:
-        step()
-    assert not found, str(found)
