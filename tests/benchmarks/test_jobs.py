@@ -52,15 +52,6 @@ def test_each_arm_trains_with_the_same_bits(name: str) -> None:
         assert max(found[arm]["peak_bytes"] for arm in ("checkpoint", "offload")) < none["peak_bytes"]
 
 
-def test_llama_layers_in_the_other_ways() -> None:
-    arms = "none", "checkpoint_offload", "selective", "save_on_cpu", "trl", "budget:1.5", "budget"
-    found = of_job("P8", arms)
-    assert [found[arm]["status"] for arm in arms] == ["ok"] * 4 + ["skipped", "ok", "skipped"]
-    assert found["budget:1.5"]["budget_bytes"] == 3 * 2**29
-    assert "no budget" in found["budget"]["note"]
-    assert found["selective"]["values"] == found["none"]["values"]
-
-
 def test_arms_that_run_out_of_memory_or_fail_are_samples_and_the_others_go_on() -> None:
     problems = {True: torch.OutOfMemoryError("CUDA out of memory. Tried"), False: ValueError("no\nsuch")}
 
@@ -149,16 +140,6 @@ def test_a_search_writes_a_sample_for_each_length() -> None:
     assert ended == [(arm, tokens, "ok", 24.0) for arm in ("checkpoint", "offload") for tokens in (32, 64)]
 
 
-def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
-    found = of_job("Q16", ("none",))
-    assert found["none"]["status"] == "skipped"
-    assert found["none"]["note"] == "bitsandbytes is not installed where this was measured."
-    written: list[dict[str, Any]] = []
-    trainer.search("context-qlora", written.append, ("none", "offload"), None, rehearse=True)
-    assert [s["status"] for s in written] == ["begun", "skipped"] * 2
-
-
 def test_every_job_has_known_arms_and_a_module() -> None:
     for name, job in JOBS.items():
         assert {arm.partition(":")[0] for arm in job.arms} <= set(ARMS), name
@@ -194,35 +175,3 @@ def test_a_process_that_is_stopped_leaves_rows(tmp_path: Path, monkeypatch: pyte
         ("none", "ok", "", "some GPU"),
         ("checkpoint", "stopped", "stopped after 4 s", "some GPU"),
     ]
-
-
-def test_processes_and_their_ends(tmp_path: Path) -> None:
-    log = tmp_path / "run.log"
-    ends = {"print('hello')": "ok", "raise SystemExit(3)": "exit status 3"}
-    ends["import os; os.kill(os.getpid(), 9)"] = "ended by signal 9, as when host memory runs out"
-    for code, end in ends.items():
-        assert run.run_process([sys.executable, "-c", code], log, 60) == end
-    assert "hello" in log.read_text()
-    assert run.run_process([sys.executable, "-c", ""], log, 0.5) == "no time left"
-
-
-def test_jobs_of_several_ranks_and_searches_have_their_processes(tmp_path: Path) -> None:
-    (command,) = run.commands("F2", options_of(tmp_path, "F2", "--rehearse", "--rounds", "1"))
-    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert command[-1] == ",".join(JOBS["F2"].arms)
-    (command,) = run.commands("links", options_of(tmp_path, "links"))
-    assert command[4] == "--nproc-per-node=gpu"
-    options = options_of(tmp_path, "context", "--memory", "24,48", "--arms", "none,offload")
-    found = [command[-3::2] for command in run.commands("context", options)]
-    assert found == [["24", "none"], ["24", "offload"], ["48", "none"], ["48", "offload"]]
-    with pytest.raises(SystemExit):
-        options_of(tmp_path, "nonsense")
-
-
-def test_a_job_runs_in_this_process(tmp_path: Path) -> None:
-    arguments = ["P8", "--here", "--rehearse", "--arms", "none", "--out", str(tmp_path), "--commit", "abc"]
-    assert run.main(arguments) == 0
-    (row,) = run.rows.summarize(run.rows.samples_of(tmp_path / "samples.jsonl"))
-    assert (row["job"], row["status"], row["commit"]) == ("P8", "ok", "abc")
-    assert row["device"].startswith("reference device")
-    assert row["torch"] == torch.__version__

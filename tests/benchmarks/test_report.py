@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import gpu_run
 import pictures
 import pytest
 import report
@@ -36,26 +35,6 @@ SEARCH = [
     row("context", "offload", 9000, tokens=32768, memory_gb=24, ratio=""),
 ]
 P8 = [row("P8", "none", 100, peak_gib=32), row("P8", "checkpoint", 125), row("P8", "budget", 105, budget_gib=20.6)]
-
-
-def test_the_headline_says_most_with_what_is_recorded() -> None:
-    assert report.headline([]) == "No results are recorded yet."
-    found = report.headline(P8)
-    assert "Trains" not in found
-    assert "in 1 of 1 jobs shown, at its memory: 0.84 to 0.84" in found
-    assert "all memory of the GPU" not in found
-    assert "bits" not in found
-    found = report.headline([*P8, *L16, *BITS])
-    assert "in 2 of 2 jobs shown, at its memory: 0.75 to 0.84" in found
-    assert "A job that runs out of memory without offload has all memory of the GPU." in found
-    assert "**Same bits.**" in found
-    assert "Recorded on GPU, 2026-12-01." in found
-    found = report.headline([*L16, *SEARCH])
-    assert "256k tokens, 8k with no offload, 128k with checkpointing, inputs offloaded" in found
-    assert "Not faster" not in found
-    e4 = [row("E4", "none", 100), row("E4", "checkpoint", 120), row("E4", "budget", 150)]
-    assert "Not faster than checkpointing: Experts in a pipeline on four GPUs, 1.25 ×." in report.headline([*P8, *e4])
-    assert "**Same bits.**" not in report.headline([*P8, *BITS[:-1], row("bits", "budget", 100, same_bits="no")])
 
 
 def test_recorded_jobs_are_taken_over_written_drawn_and_checked(tmp_path: Path) -> None:
@@ -95,36 +74,6 @@ def test_what_is_committed_is_that_of_the_results() -> None:
     assert set(pictures.HERO) <= set(report.JOBS)
 
 
-# The script for tests and gallery on a GPU machine
-
-
-def test_gpu_run_chooses_steps_stops_them_and_reads_outcomes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    known = gpu_run.steps(tmp_path, select="pool")
-    assert [step.name for step in gpu_run.chosen("gallery,tests,gallery", known)] == ["gallery", "tests"]
-    assert known["tests"].command[-2:] == ("-k", "pool")
-    with pytest.raises(SystemExit, match="no step nonsense"):
-        gpu_run.chosen("tests,nonsense", known)
-    log = tmp_path / "run.log"
-    asleep = gpu_run.Step("asleep", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 3)
-    failing = gpu_run.Step("failing", ("-c", "raise SystemExit(4)"), 60)
-    outcomes = gpu_run.run_steps([asleep, failing], log, 60)
-    assert [(o.status, o.last_lines) for o in outcomes] == [("stopped after 3 s", ("begun",)), ("exit status 4", ())]
-    gpu_run.summary(outcomes, tmp_path)
-    assert "stopped after 3 s" in capfd.readouterr().out
-    path = tmp_path / "tests.xml"
-    path.write_text(
-        '<testsuites><testsuite time="2.5"><testcase classname="tests.gpu.test_a" name="b[1]" time="1"/>'
-        '<testcase classname="tests.gpu.test_a" name="c" time="2.5"><failure message="assert 1 ==\n 2"/></testcase>'
-        '<testcase classname="tests.gpu.test_a" name="d"><skipped message="two devices"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert gpu_run.failures(path) == ["c (2.5 s): assert 1 == 2"]
-    found = gpu_run.test_outcomes(path)
-    assert found["counts"] == {"passed": 1, "failure": 1, "error": 0, "skipped": 1}
-    gpu_run.write_test_outcomes(tmp_path, "pool")
-    assert "--select pool" in (tmp_path / "gpu-tests.json").read_text()
-
-
 # Rows
 
 
@@ -146,21 +95,6 @@ def test_times_are_medians_of_the_rounds_and_ratios_are_to_no_offload_of_the_sam
     assert (budget["ratio"], budget["ratio_low"], budget["ratio_high"]) == ("1.75", "1.5", "2")
     assert float(none["ratio"]) + float(again["ratio"]) == pytest.approx(2.0)
     assert (budget["peak_gib"], budget["highest_gib"], budget["passes"]) == ("2", "3", "")
-
-
-def test_the_spread_of_one_round_is_that_of_its_steps() -> None:
-    (row,) = rows.summarize([sample("offload", [3.0, 1.0, 2.0], passes=5, startup_seconds=1.5, kernel_seconds=0.25)])
-    assert (row["step_ms"], row["step_ms_low"], row["step_ms_high"], row["ratio"]) == ("2000", "1000", "3000", "")
-    assert (row["passes"], row["startup_s"], row["kernel_ms"]) == ("5", "1.5", "250")
-
-
-def test_ranks_have_a_value_each() -> None:
-    ranks = [{"peak_bytes": GIB, "drop_bytes": GIB // 2}, {"peak_bytes": 2 * GIB}]
-    higher = [{**rank, "peak_bytes": rank["peak_bytes"] + GIB} for rank in ranks]
-    samples = [sample("qkv", [1.0], ranks=ranks), sample("qkv", [1.0], 1, ranks=higher), sample("none", [1.0])]
-    row, none = rows.summarize(samples)
-    assert (row["rank_peaks_gib"], row["rank_drops_gib"]) == ("2 3", "")
-    assert none["rank_peaks_gib"] == ""
 
 
 def test_bits_are_compared_with_no_offload_or_else_with_checkpointing() -> None:

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["INSTEAD", "Mutant", "tagged", "untagged"]
-
 TAG = re.compile(r"# \[(wait|keep|guard): ([^\]]+?)(?: -> (True|False|removed))?\]")
 CALL = re.compile(r"(\.wait|\.wait_stream|\.join|\.use|\border_behind|\bbegin_reload)\(")
 WEAK = "__import__('weakref').proxy({})"
@@ -32,24 +30,12 @@ WEAK = "__import__('weakref').proxy({})"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one file.
+    """One change to one file."""
 
-    Parameters
-    ----------
-    name : str
-        The tag, without its brackets.
-    path : str
-        The file, relative to `src`.
-    line : int
-        The line of the tag, from 1.
-    text : str
-        The changed content of the file.
-    """
-
-    name: str
-    path: str
-    line: int
-    text: str
+    name: str  # the tag, without its brackets
+    path: str  # relative to `src`
+    line: int  # of the tag, from 1
+    text: str  # the changed content of the file
 
 
 # What replaces a tagged statement, or the condition of a tagged ``if``.

@@ -23,8 +23,6 @@ from pathlib import Path
 
 from mutants import Mutant, tagged
 
-__all__ = ["KILLERS", "Verdict", "main"]
-
 ROOT = Path(__file__).parents[2]
 COPIED = ["src", "tests", "conftest.py", "pyproject.toml"]
 LIMIT = 120.0
@@ -38,21 +36,11 @@ _processes = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said about one mutant.
+    """What the tests said about one mutant."""
 
-    Parameters
-    ----------
-    red : bool
-        A test failed, as it should.
-    test : str
-        The first one that did.
-    seconds : float
-        Wall-clock time of the run.
-    """
-
-    red: bool
-    test: str
-    seconds: float
+    red: bool  # a test failed, as it should
+    test: str  # the first one that did
+    seconds: float  # wall-clock time of the run
 
 
 class _First:

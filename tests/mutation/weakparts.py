@@ -1,12 +1,10 @@
 """Host memory that is not kept: what a mutant holds in place of the parts of a buffer."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-
-__all__ = ["WeakParts"]
 
 
 class WeakParts(Sequence[torch.Tensor]):
@@ -18,10 +16,6 @@ class WeakParts(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[k] for k in range(len(self))[index]]

@@ -6,7 +6,6 @@ enough to read; no number separated from its unit in a table; nothing that scrol
 in boxes of their own; downloads that exist; copy buttons that have an accessible name and copy.
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -139,7 +138,7 @@ def _messages(tab: Chrome, base: str) -> list[str]:
     return problems
 
 
-def check_page(tab: Chrome, base: str, name: str, *sizes: tuple[int, int], screenshot: str = "") -> list[str]:
+def check_page(tab: Chrome, base: str, name: str, *sizes: tuple[int, int]) -> list[str]:
     """Open one page, and look at it at each size; return its problems, each once."""
     _messages(tab, base)
     open_page(tab, f"{base}/{name}", sizes[0])
@@ -149,10 +148,6 @@ def check_page(tab: Chrome, base: str, name: str, *sizes: tuple[int, int], scree
             resize(tab, size)
         look = tab.execute_async_script(LOOK, scheme)
         problems += [look["error"]] if "error" in look else _problems(look, name in SHORT)
-        if screenshot:
-            options = {"format": "png", "captureBeyondViewport": True}
-            png = tab.execute_cdp_cmd("Page.captureScreenshot", options)["data"]
-            Path(f"{screenshot}-{size[0]}-{scheme}.png").write_bytes(base64.b64decode(png))
     return list(dict.fromkeys(problems + _copy_problems(tab) + _messages(tab, base)))
 
 

@@ -11,10 +11,8 @@ import budget_figures
 import drawn_figures
 import schedule_figures
 from matplotlib import pyplot
-from matplotlib.axis import Axis
-from matplotlib.text import Text
 
-from actoffload.schedule import DefaultSchedule, Timeline, simulate
+from actoffload.schedule import simulate
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +72,3 @@ def test_links_and_memory_are_what_the_captions_say() -> None:
 def _close_figures() -> Iterator[None]:
     yield
     pyplot.close("all")
-
-
-def timeline(num_layers: int, model_layers: int = schedule_figures.LAYERS) -> Timeline:
-    plan = DefaultSchedule(num_layers, model_layers).plan()
-    return simulate(plan, [schedule_figures.COST] * model_layers, schedule_figures.LINK).timeline
-
-
-def shown_ticks(axis: Axis) -> list[Text]:
-    """Return the numbers along an axis; matplotlib keeps some beyond its ends, which it does not draw."""
-    low, high = sorted(axis.get_view_interval())
-    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-
-
-@pytest.mark.parametrize("model_layers", [5, 12, 40])
-def test_no_two_texts_overlap(model_layers: int) -> None:
-    figure = schedule_figures.plot_step(timeline(model_layers - 2, model_layers))
-    figure.draw_without_rendering()
-    lanes, memory = figure.axes
-    ticks = [*lanes.get_yticklabels(), *shown_ticks(memory.xaxis), *shown_ticks(memory.yaxis)]
-    texts = [*lanes.texts, *ticks, memory.xaxis.label, memory.yaxis.label]
-    texts += [text for ax in figure.axes for text in ax.get_legend().get_texts()]
-    boxes = [text.get_window_extent() for text in texts if text.get_text()]
-    overlaps = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
-    assert not overlaps
-    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)

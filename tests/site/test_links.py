@@ -3,30 +3,6 @@
 import pytest
 
 
-@pytest.mark.parametrize(
-    ("name", "ending"),
-    [
-        ("int", "functions.html#int"),
-        ("list", "stdtypes.html#list"),
-        ("None", "constants.html#None"),
-        ("ValueError", "exceptions.html#ValueError"),
-        ("collections.abc.Callable", "collections.abc.html#collections.abc.Callable"),
-        ("torch.Tensor", "tensors.html#torch.Tensor"),
-    ],
-)
-def test_known_names(name, ending):
-    from links import external_page
-
-    assert external_page(name).endswith("/" + ending)
-
-
-@pytest.mark.parametrize("name", ["collections.abc.Colable", "torch.Tenser", "inte", "os.nothing", "numpy.ndarray"])
-def test_misspelt_names_stay_unresolved(name):
-    from links import external_page
-
-    assert external_page(name) is None
-
-
 def test_listed_names_of_torch_exist():
     import importlib
 
@@ -36,15 +12,6 @@ def test_listed_names_of_torch_exist():
     for name in TORCH_PAGES | TORCH_NAMES:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
-
-
-def test_public_names_lead_to_the_package_that_exports_them():
-    from links import public_name
-
-    assert public_name("Timeline") == "actoffload.schedule.Timeline"
-    assert public_name("OffloadContext.record_timeline") == "actoffload.context.OffloadContext.record_timeline"
-    assert public_name("Timelime") is None
-    assert public_name("OffloadContext.record_timelime") is None
 
 
 # With an icon: the browser requests one some time after the page, and a missing one would be reported for a later page.

@@ -64,18 +64,6 @@ def test_changed_code_is_executed_on_the_reference_device_and_labelled(recorded)
     assert "Its code changed since it was recorded on Imagined GPU" in log
 
 
-def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
-    recorded.build()
-    assert "recording-stale" not in recorded.html(PAGE)
-    (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 2\n")
-    # The second build reuses the environment of the first: the text of the page is the same, its label is not.
-    log = log_of_build(recorded)
-    assert recorded.runs == 0
-    assert "from other library sources" in log
-    assert "Recorded from other library sources than the present ones" in text_of(recorded.html(PAGE))
-    assert "recording-stale" in recorded.html(PAGE)
-
-
 def test_without_recording_the_page_says_so_and_is_executed_once(project):
     project.build()
     assert "It has no recorded GPU run yet." in project.html(PAGE)
@@ -84,16 +72,6 @@ def test_without_recording_the_page_says_so_and_is_executed_once(project):
     (project.root / "src" / "actoffload" / "__init__.py").write_text("version = 2\n")
     project.build()
     assert project.runs == 2  # the library changed: the earlier local run is outdated
-
-
-def test_a_damaged_recording_is_a_warning_and_the_example_is_executed(recorded):
-    page = recorded.root / "docs" / "recordings" / "first" / "first.rst"
-    page.chmod(0o644)
-    page.write_text(page.read_text().replace("output of the run", "better output"))
-    _, warnings = recorded.build()
-    assert "first.rst in the recording of first.py is not the file that was recorded" in warnings
-    assert recorded.runs == 1
-    assert "better output" not in recorded.html(PAGE)
 
 
 def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(built) -> None:
@@ -112,26 +90,6 @@ def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(built) 
     figure = re.search(r"<figure.*?</figure>", html, flags=re.DOTALL)
     assert figure is not None
     assert re.search(r"</div>\s*<figcaption>", figure.group())
-
-
-# Digests and the archive, without Sphinx
-
-
-def test_source_digest_depends_on_names_and_contents_only(tmp_path):
-    from recording_data import source_digest
-
-    for name, text in {"a/__init__.py": "x = 1\n", "a/sub/b.py": "y = 2\n", "a/notes.txt": "no code"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    first = source_digest(tmp_path / "a")
-    (tmp_path / "a" / "notes.txt").write_text("still no code")
-    (tmp_path / "a" / "sub" / "b.py").write_bytes(b"y = 2\r\n")
-    assert source_digest(tmp_path / "a") == first
-    (tmp_path / "a" / "sub" / "b.py").rename(tmp_path / "a" / "sub" / "c.py")
-    renamed = source_digest(tmp_path / "a")
-    assert renamed != first
-    (tmp_path / "a" / "sub" / "c.py").write_text("y = 3\n")
-    assert source_digest(tmp_path / "a") != renamed
 
 
 def test_runs_of_the_reference_device_are_not_recorded(project):
