@@ -25,15 +25,7 @@ HANDLING = [dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")]
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before the n-th bytecode that runs in some files, once.
-
-    Parameters
-    ----------
-    after : int
-        How many bytecodes run before.
-    files : tuple of str
-        How the names of the files begin.
-    """
+    """Raises KeyboardInterrupt once, when so many bytecodes of files whose names begin in some ways have run."""
 
     def __init__(self, after: int, files: tuple[str, ...]) -> None:
         self.left = after

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-__all__ = ["LIMIT", "run_ranks"]
-
 LIMIT = 2400.0
 """Seconds after which processes are killed: an order of magnitude more than they take on a machine of their own.
 
@@ -43,24 +41,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call a function in `world` processes of a process group; return what each rank returned.
 
-    Parameters
-    ----------
-    function : callable
-        A function of a module's top level, called in each rank as ``function(device, *arguments)`` with a
-        `torch.device`; what it returns is written as JSON.
-    *arguments : object
-        The same for all ranks; they are pickled.
-    world : int
-        Number of ranks.
-    device : str
-        ``"cuda"``: NCCL, and rank i has GPU i; ``"cpu"``: gloo, with one thread each.
-    limit : float
-        Seconds for all of it, start included.
-
-    Raises
-    ------
-    torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException, TimeoutError
-        If a rank raises or ends otherwise, or time is over; no process is left then.
+    The function is one of a module's top level, called as ``function(device, *arguments)``; it returns what JSON can
+    hold.  With ``"cuda"`` rank i has GPU i and NCCL, with ``"cpu"`` one thread and gloo.  If a rank fails, or is not
+    done after `limit` seconds, its error or a `TimeoutError` is raised, and no process is left.
     """
     server = multiprocessing.get_context("forkserver")  # importing torch in each takes seconds
     server.set_forkserver_preload(IMPORTED)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Event", "Point", "Stream", "Wait", "Work"]
-
 
 class Point(NamedTuple):
     """One piece of work: number `tick` on the stream with this index."""
@@ -22,18 +20,8 @@ class Stream:
     """A queue of work with a vector clock.
 
     For every stream, the clock counts the work that is ordered before the next work queued here.  It advances when
-    work is queued, not when it runs, so the order does not depend on timing.
-
-    Parameters
-    ----------
-    name : str
-        Name in messages.
-    index : int
-        Place in the device's list of streams.
-    device : int
-        Logical device of the stream.
-    compute : bool
-        True for a compute stream, whose work runs at once; False for a copy stream.
+    work is queued, not when it runs, so the order does not depend on timing.  `index` is the place in the device's list
+    of streams; the work of compute streams runs at once, that of others is a copy.
     """
 
     name: str

@@ -14,8 +14,6 @@ from .clocks import Event, Point, Stream, Wait
 from .memory import POISON, DeviceMemory, HostMemory, Sight, byte_range
 from .orders import Mode, Orders
 
-__all__ = ["AdversarialDevice"]
-
 
 class AdversarialDevice(Backend):
     """A device whose copies keep no memory alive and run in any order that the waits allow.
@@ -23,22 +21,8 @@ class AdversarialDevice(Backend):
     Compute streams run their work at once.  A copy stream is a queue; an entry runs when a compute stream waits for
     it (``late``), as soon as it can (``early``), or at a random call in between (``random``).  Independently of the
     order, every access is checked to be ordered after all accesses that it conflicts with.  `violations` lists the
-    ones that are not, and such a copy writes poison.
+    ones that are not, and such a copy writes poison.  `seed` is that of random orders.
 
-    Parameters
-    ----------
-    seed : int
-        Seed of the order in mode ``random``.
-    mode : {"late", "early", "random"}
-        When a pending copy runs.
-
-    Attributes
-    ----------
-    violations : list of str
-        A message for each access that was not ordered.
-
-    Notes
-    -----
     Tensors of dtype float64 are on a second logical device, so programs with two devices run on any machine.
     """
 

@@ -27,8 +27,6 @@ from .models import DEVICE_KINDS, KINDS, LEAST, ROWS, STREAM_KINDS, WIDTH, weigh
 from .orders import Mode
 from .programs import Backward, Drop, Forward, Validate
 
-__all__ = ["LAYERS", "InjectedError", "Run", "check", "execute", "scaled_down", "trial"]
-
 LAYERS = {**KINDS, **STREAM_KINDS, **DEVICE_KINDS}
 
 

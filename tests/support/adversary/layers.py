@@ -10,8 +10,6 @@ import actoffload
 
 from .models import ROWS, WIDTH
 
-__all__ = ["STORAGE", "Layers", "numbers", "saving"]
-
 STORAGE = ROWS * WIDTH * 4
 """Bytes of the tensor that `numbers` returns."""
 

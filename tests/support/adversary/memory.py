@@ -8,8 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .clocks import Point, Stream
 
-__all__ = ["POISON", "DeviceMemory", "HostMemory", "Sight", "byte_range"]
-
 POISON = 0xFF
 """Value of every byte of undefined memory; floating point numbers of such bytes are NaN."""
 
@@ -32,24 +30,12 @@ class Sight:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """One storage on the device.
+    """One storage on the device."""
 
-    Parameters
-    ----------
-    weak : StorageWeakRef
-        Keeps the address from being reused, without keeping the memory.
-    owner : Stream
-        Stream of the allocation; the allocator reuses the memory in its order.
-    written : Point
-        Work after which the bytes are valid; for undefined memory, after which they may be written.
-    version : int or None
-        Version counter of the tensor at `written`; None for memory that a reload fills.
-    """
-
-    weak: StorageWeakRef
-    owner: Stream
-    written: Point
-    version: int | None
+    weak: StorageWeakRef  # keeps the address from being reused, without keeping the memory
+    owner: Stream  # of the allocation; the allocator reuses the memory in its order
+    written: Point  # after this the bytes are valid; where they are undefined, they may be written
+    version: int | None  # version counter of the tensor at `written`; None for memory that a reload fills
     reads: list[Point] = field(default_factory=list)
     writes: list[Point] = field(default_factory=list)
     saves: dict[int, Point] = field(default_factory=dict)

@@ -10,8 +10,6 @@ from wrappers import Scaled, Uses
 
 import actoffload
 
-__all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "weights"]
-
 ROWS, WIDTH = 8, 32
 LEAST = 32
 """Smallest number of elements of a tensor that is offloaded while these models run."""

@@ -8,21 +8,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .clocks import Event, Stream, Wait, Work
 
-__all__ = ["Mode", "Orders"]
-
 Mode = Literal["late", "early", "random"]
 
 
 class Orders:
-    """All streams of a device, and the order in which their queues run.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the order in mode ``random``.
-    mode : {"late", "early", "random"}
-        When a pending copy runs; see `AdversarialDevice`.
-    """
+    """All streams of a device, and the order in which their queues run; see `AdversarialDevice`."""
 
     def __init__(self, seed: int, mode: Mode) -> None:
         self.mode = mode

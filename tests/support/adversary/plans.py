@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 from actoffload.schedule.schedules import GroupSchedule
 
-__all__ = ["group_plans", "plans"]
-
 
 @st.composite
 def plans(draw: st.DrawFn, model_layers: int) -> Plan:

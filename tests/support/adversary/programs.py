@@ -11,8 +11,6 @@ from actoffload.schedule.plan import Plan
 from .models import DEVICE_KINDS, KINDS, STREAM_KINDS
 from .plans import group_plans, plans
 
-__all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "programs", "steps"]
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -50,27 +48,13 @@ Step: TypeAlias = Forward | Backward | Drop | Validate
 
 @dataclass(frozen=True)
 class Program:
-    """A training program.
+    """A training program; its passes are numbered in the order of their forwards."""
 
-    Parameters
-    ----------
-    layers : sequence of sequence of str
-        For each layer, the kinds of its operations.
-    offload : int, Plan or None
-        Number of layers to offload with the default schedule, or a plan; None for manual synchronization.
-    steps : sequence of Step
-        Steps in order; passes are numbered in the order of their forwards.
-    limit : int or None
-        Limit of host memory in bytes.
-    one_stream : bool
-        With manual synchronization: whether the program passes one stream for all copies.
-    """
-
-    layers: Sequence[Sequence[str]]
-    offload: int | Plan | None
+    layers: Sequence[Sequence[str]]  # the kinds of the operations of each
+    offload: int | Plan | None  # layers to offload with the default schedule; None for manual synchronization
     steps: Sequence[Step]
-    limit: int | None = None
-    one_stream: bool = False
+    limit: int | None = None  # of host memory in bytes
+    one_stream: bool = False  # with manual synchronization: for all copies
 
 
 @st.composite

@@ -21,8 +21,6 @@ from .harness import LAYERS, InjectedError, Run
 from .models import DEVICE_KINDS, KINDS, LEAST, STREAM_KINDS, weights
 from .programs import Forward, Step, Validate, steps
 
-__all__ = ["ModelRun", "Node", "TreeForward", "TreeProgram", "everything", "tree_programs"]
-
 Found: TypeAlias = "list[tuple[str, nn.Module]]"
 """Role and module, in the order of registration."""
 
@@ -37,24 +35,12 @@ def everything(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class Node:
-    """A module with operations of its own and child modules between them.
+    """A module with operations of its own and child modules between them."""
 
-    Parameters
-    ----------
-    role : str
-        ``"group"``, ``"kept"`` or ``""``.
-    parts : tuple of str or Node
-        Kinds of operations and child modules, in execution order.
-    times : int
-        Number of consecutive calls.
-    checkpointed : bool
-        Whether each call is in a checkpointed region.
-    """
-
-    role: str
-    parts: tuple[Any, ...]
-    times: int = 1
-    checkpointed: bool = False
+    role: str  # "group", "kept" or ""
+    parts: tuple[Any, ...]  # kinds of operations and child modules, in execution order
+    times: int = 1  # number of consecutive calls
+    checkpointed: bool = False  # each call is in a checkpointed region
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and its descendants in the order of registration."""
@@ -66,18 +52,10 @@ class Node:
 
 @dataclass(frozen=True)
 class TreeForward(Forward):
-    """A forward that may also skip modules, or be a loop outside of the model.
+    """A forward that may also skip modules, or be a loop outside of the model."""
 
-    Parameters
-    ----------
-    without : frozenset of int
-        Modules that are skipped, by their number in `Node.walk`.
-    loop : bool
-        Whether the program calls the outermost modules, and not the model.
-    """
-
-    without: frozenset[int] = frozenset()
-    loop: bool = False
+    without: frozenset[int] = frozenset()  # modules that are skipped, by their number in `Node.walk`
+    loop: bool = False  # the program calls the outermost modules, and not the model
 
 
 @dataclass(frozen=True)
