@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from timed_device import RotaryModel, Timed, TimedModel, offload, peaks, seconds, settle, started, step
+from timed_device import RotaryModel, Timed, TimedModel, Work, offload, peaks, seconds, settle, started, step
 from torch import nn
 
 import actoffload
@@ -253,3 +253,19 @@ def test_the_frontier_of_a_measured_model():
     assert len(plans.get_xdata()) == len(found.plans)
     assert present.get_xdata() == pytest.approx([handle.plan.peak_bytes / MIB])
     assert axes.get_xlabel() == "peak of device memory (MiB)"
+
+
+class WithLoss(TimedModel):
+    """Blocks, and a loss behind them that saves much: it is kept, and freed before backward comes to a block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Work.apply(super().forward(x), self.blocks[0].device, (1.0, 1.0), 24 * MIB)
+
+
+@pytest.mark.parametrize("budget", [30 * MIB, 34 * MIB])
+def test_what_a_loss_saves_counts_in_the_first_plan(budget):
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = WithLoss(device, 12)
+    handle = offload(model, device, memory_budget=budget)
+    assert max(peaks(model, device, 10)) <= budget
+    assert not handle.settling

@@ -250,7 +250,7 @@ class StorageRegistry:
                     layer.unwritten_by = next_node()
                 self._queue_waiting(layer)
             if self._engine.recorder is not None:
-                self._engine.recorder.level()
+                self._engine.recorder.level(outside=index == OUTSIDE)
         return storage, view, probe
 
     def _queue_waiting(self, layer: Layer) -> None:

@@ -169,7 +169,7 @@ class Pass:
                 first.bytes_reloaded += storage.bytes_copied
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
-                self.engine.recorder.level()
+                self.engine.recorder.level(outside=index == OUTSIDE)
             return tensor
 
     def backward_reached(self, index: int) -> None:

@@ -206,8 +206,8 @@ class TimelineRecorder:
         if begun is not None:
             self._spans.append((*key[1:3], begun[1], self._backend.record_timed(begun[0]), 0))
 
-    def level(self) -> None:
-        """Note the resident bytes as of the present end of the current stream."""
+    def level(self, *, outside: bool = False) -> None:
+        """Note the resident bytes as of the present end of the current stream; `outside` of groups they changed."""
         event = self._backend.record_timed(self._stream())
         self._starts.append(event)
         self._resident.append((event, self._counters.resident_bytes))

@@ -101,9 +101,12 @@ class Meter(TimelineRecorder):
         """Note the end of a group's forward or first backward, where it is noted first."""
         self._note(owner, kind, layer, ends=True)
 
-    def level(self) -> None:
-        """Note the memory that an action finds and leaves: what it frees or allocates is nothing temporary."""
-        if self._between:
+    def level(self, *, outside: bool = False) -> None:
+        """Note the memory that an action finds and leaves: what it frees or allocates is nothing temporary.
+
+        What is saved `outside` of groups is memory of what runs there, such as the loss.
+        """
+        if self._between and not outside:
             self._take_memory()
 
     @contextmanager
@@ -351,9 +354,9 @@ class StepMeter(Meter):
         self._halves[step.stage] -= ends * (step.computation is Computation.BACKWARD_WEIGHT)
         self._in_flight[step.stage] -= weights and ends
 
-    def level(self) -> None:
+    def level(self, *, outside: bool = False) -> None:
         """Note the memory between groups, and what of it is there in the whole step."""
-        super().level()
+        super().level(outside=outside)
         if self._between and self._settled and not any(self._halves.values()):
             standing = sum(
                 self._in_flight[stage] * each.boundary
