@@ -10,11 +10,14 @@ from timed_device import RotaryModel, Temporary, Timed, TimedModel, offload, sta
 from torch import Tensor, nn
 
 from actoffload.device import ReferenceDevice
+from actoffload.engine.engine import Engine
+from actoffload.engine.passes import Pass
 from actoffload.model import tuner
 from actoffload.schedule import Link
+from actoffload.schedule.plan import Plan
 from actoffload.schedule.timeline import Kind
 from actoffload.tune.costs import HOST_SECONDS, layer_costs, measured_link
-from actoffload.tune.meter import PASS, Copy, Span
+from actoffload.tune.meter import PASS, Copy, Meter, Span
 
 MIB = 2**20
 
@@ -225,3 +228,15 @@ def test_a_group_of_another_kind_for_which_the_host_takes_longer_is_no_pause(mon
     layers, _ = costs(monkeypatch, device, model)
     assert 0.039 < layers[3].forward < 0.06, "where the host is late, the device waits for it"
     assert 0.079 < layers[3].backward < 0.12
+
+
+def test_an_end_without_a_start_is_not_measured():
+    """A meter may be installed while a group runs."""
+    device = Timed(1e6, 1e6)
+    engine = Engine(Plan(1), device, None)
+    meter, owner = Meter(device, engine.counters, memory=False), Pass(engine)
+    meter.finish(owner, Kind.FORWARD, 0)
+    assert not meter.borders
+    meter.begin(owner, Kind.FORWARD, 1)
+    meter.finish(owner, Kind.FORWARD, 1)
+    assert len(meter.borders) == 2
