@@ -192,8 +192,7 @@ class OffloadContext(ContextDecorator):
 
     def reset_statistics(self) -> None:
         """Reset all counts and sums; the peaks start from what is held now."""
-        with self._engine.lock:
-            self._engine.counters.reset()
+        self._engine.reset_statistics()
         self._log.reset()
 
     @contextmanager

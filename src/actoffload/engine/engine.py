@@ -87,6 +87,11 @@ class Engine:
                 more = own if more is None else min(more, own)
         return None if more is None else held + max(more, 0)
 
+    def reset_statistics(self) -> None:
+        """Reset all counts and sums to zero, and the peaks to what is held now."""
+        with self.lock:
+            self.counters.reset()
+
     def pin(self, nbytes: int) -> None:
         """Take host memory until `nbytes` are held, if one device is used."""
         with self.lock:

@@ -185,11 +185,12 @@ class StorageRegistry:
         storage = None if ref is None else ref()
         if storage is None or len(storage.layers) < SHARERS or index in storage.layers or index == OUTSIDE:
             return False
-        with self._lock:
-            storage.layers[OUTSIDE] = False  # no layer releases it
-            if not (storage.shared or storage.pinned):
-                storage.shared = True
-                self._counters.keep(Reason.SHARED, storage.nbytes)
+        if OUTSIDE not in storage.layers:
+            with self._lock:
+                storage.layers[OUTSIDE] = False  # no layer releases it
+                if not (storage.shared or storage.pinned):
+                    storage.shared = True
+                    self._counters.keep(Reason.SHARED, storage.nbytes)
         return True
 
     def save(

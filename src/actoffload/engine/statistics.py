@@ -33,7 +33,7 @@ class Reason(enum.StrEnum):
     SUBCLASS = "tensor subclass"
     FREED = "memory freed by the program"
     HOST_FULL = "no host memory left"
-    SHARED = "shared with a layer that stays"
+    SHARED = "shared with layers that need it on the device"
     OUTSIDE = "saved outside of the chosen modules"
     KEPT = "in a module that keep names"
 

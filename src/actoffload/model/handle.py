@@ -163,8 +163,7 @@ class OffloadHandle:
 
     def reset_statistics(self) -> None:
         """Reset all counts and sums to zero, and the peaks to what is held now."""
-        with self._engine.lock:
-            self._engine.counters.reset()
+        self._engine.reset_statistics()
         self._log.reset()
 
     def trim(self) -> int:

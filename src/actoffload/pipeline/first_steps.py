@@ -80,7 +80,7 @@ class FirstSteps(Script[PipelinePlan]):
         return plans_of(found, self._limits)
 
     def replanned(self, excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
-        """Return plans that take so many bytes less, or none; after the trial of the best those of whole replay."""
+        """Return plans that leave `excess` bytes free, or none; after the trial of the best those of whole replay."""
         pairs = list(zip(self.known, excess, strict=True))
         less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
         found = plans_of(less, self._limits, whole=best is not None)
@@ -112,8 +112,7 @@ class FirstSteps(Script[PipelinePlan]):
             each.steering.operators = self._operators[each.index] if traces else None
         engine, meter = self._conductor.engine, None
         if stage is Stage.LEAN:
-            with engine.lock:
-                engine.counters.reset()
+            engine.reset_statistics()
             standing = dict[int, StageMemory]()
             for each in self._stages:
                 self._gradients[each.index] = each.steering.gradients

@@ -151,7 +151,7 @@ def offload(
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
         In the first forward, if the ranks of a sharded or data-parallel model got different arguments.  For a schedule
-        in its first step, on every other rank, if that is so on one rank, and on every rank if the arguments differ.
+        in its first step on every rank, if the arguments differ, or the stages of one rank have no groups.
     TypeError
         If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
         a numeric argument is not a number.
@@ -356,9 +356,7 @@ class PipelineHandle:
 
     def reset_statistics(self) -> None:
         """Reset all counts and sums to zero, and the peaks to what is held now."""
-        engine = self._runner.conductor.engine
-        with engine.lock:
-            engine.counters.reset()
+        self._runner.conductor.engine.reset_statistics()
 
     def report(self) -> Report:
         """Return what this rank saves and offloads in a step, and the peak since `offload` or `reset_statistics`.

@@ -357,7 +357,7 @@ class StepMeter(Meter):
     def level(self, *, outside: bool = False) -> None:
         """Note the memory between groups, and what of it is there in the whole step."""
         super().level(outside=outside)
-        if self._between and self._settled and not any(self._halves.values()):
+        if self._between and not outside and self._settled and not any(self._halves.values()):
             standing = sum(
                 self._in_flight[stage] * each.boundary
                 + self._forwards[stage] * each.output

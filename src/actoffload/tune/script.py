@@ -14,7 +14,8 @@ its second is timed.  One that takes longer than was simulated runs once more, b
 faster of the two counts.  If a plan takes more memory than its limit, one for as much less is tried.  Last, every group
 is replayed as a whole, as activation checkpointing would do it: no predicted time counts there.  Whole replay is kept
 if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the host that
-varies from pass to pass.
+varies from pass to pass.  The trial is left out where the device alone took as long in the leanest pass, which replays
+all.
 
 `[Note: ranks decide together]`  The ranks of a sharded or data-parallel model, and those of a pipeline, wait for each
 other.  If each decided by itself, one would replay everything while another times its plan.  So all ranks run the same
@@ -129,7 +130,7 @@ class Script(ABC, Generic[P]):
 
     @abstractmethod
     def replanned(self, excess: Sequence[int], best: Trial[P] | None) -> tuple[P, ...]:
-        """Return plans that take so many bytes less, or none; after the trial of the best ones those of whole replay.
+        """Return plans that leave `excess` bytes free, or none; after the trial of the best ones those of whole replay.
 
         The prediction of a plan includes its excess.
         """
