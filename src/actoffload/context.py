@@ -16,6 +16,7 @@ from ._arguments import check_kind, check_whole, number_of_bytes
 from ._torch import unsupported
 from ._torch.autograd import SavedTensorHooks
 from ._torch.tensors import leaves
+from ._warnings import warn
 from .device import ReferenceDevice
 from .engine.eligibility import running, unwatch, watch
 from .engine.engine import Engine
@@ -57,6 +58,7 @@ class OffloadContext(ContextDecorator):
         self._engine, self._enabled = engine, enabled
         self._cursor = _Cursor()
         self._log = PassLog(_label)
+        self._short, self._warned = set[int](), False  # numbers of layers of passes that had fewer than the plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
         # A copied model gets its own context, with its own passes and limit.
@@ -83,6 +85,7 @@ class OffloadContext(ContextDecorator):
             )
         current, last = cursor.current, cursor.layer
         if current is None or not current.open:
+            self._check_layers(current)
             current = Pass(self._engine)
             self._log.forward_begins(current)
         elif last is not None and not last.synchronized:
@@ -162,6 +165,24 @@ class OffloadContext(ContextDecorator):
         return output
 
     # Passes
+
+    def _check_layers(self, last: Pass | None) -> None:
+        """Warn, once, if passes have too few layers, and none with all has a backward of its own in between."""
+        roles = self._engine.roles
+        if last is None or last.aborted or not last.backward_begun or not roles.planned:
+            return
+        ran, expected = len(last.layers), roles.plan.model_layers
+        if ran == expected:
+            self._short.clear()  # [guard: early exits between whole passes]
+            return
+        if ran in self._short and not self._warned:  # one alone may be an early exit
+            self._warned = True
+            warn(
+                f"Backward began after {ran} layer{'s' * (ran > 1)} of a pass, but model_layers is {expected}: layers "
+                "are offloaded and reloaded at the wrong time, or for nothing. Set model_layers to the number of times "
+                "that one forward enters the context. This is reported once."
+            )
+        self._short.add(ran)
 
     def new_pass(self) -> None:
         """Start a new pass: the next entry is layer 0.
@@ -403,7 +424,7 @@ def get_cpu_offload_context(
     Warns
     -----
     UserWarning
-        If ``num_layers == model_layers - 1``: then copies do not overlap with compute.
+        If ``num_layers == model_layers - 1``, so that no copy overlaps with compute; later, if `model_layers` is wrong.
     DeprecationWarning
         If a deprecated argument is not at its default.
 

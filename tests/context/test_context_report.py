@@ -1,6 +1,7 @@
 """The report of a context, layer by layer."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -107,3 +108,33 @@ def test_an_exception_ends_the_pass(layers):
         fail(layers[0])
     step(layers, context, sync)
     assert context.statistics().passes == 2
+
+
+# A model_layers that does not match
+
+
+@pytest.mark.parametrize(("declared", "ran"), [(8, 6), (5, 6)])
+def test_a_wrong_number_of_layers_is_warned_about_once(layers, declared, ran):
+    context, sync = make(3, declared)
+    least = min(ran, ran % declared)
+    step(layers, context, sync)
+    step(layers, context, sync)
+    with pytest.warns(UserWarning, match=f"after {least} layers? of a pass, but model_layers is {declared}") as caught:
+        step(layers, context, sync)
+    assert caught[0].filename.endswith("helpers.py")  # where the context is entered
+    step(layers, context, sync)
+
+
+def test_neither_an_early_exit_nor_an_aborted_pass_is_warned_about(layers):
+    context, sync = make(3, 6)
+    for _ in range(2):
+        x = forward(list(layers)[:4], data(), context, sync)
+        with pytest.raises(ZeroDivisionError), context:
+            raise ZeroDivisionError
+        x.sum().backward()
+    step(list(layers)[:5], context, sync)
+    step(layers, context, sync)
+    step(list(layers)[:5], context, sync)  # the same number again, but a whole pass in between
+    with warnings.catch_warnings(), torch.no_grad():
+        forward(list(layers)[:2], data(), context, sync)
+    step(layers, context, sync)

@@ -88,3 +88,15 @@ def test_a_plan_of_no_module_of_the_model():
     lists = Plan(1, names=("blocks",), nbytes=(0,))
     with pytest.raises(ValueError, match=r"^plan has the group 'blocks', which is no module of this Waves that"):
         offload(Waves(), plan=lists)
+
+
+def test_a_plan_of_a_smaller_model_warns():
+    plan = plan_of(Waves(6))
+    expected = r"^plan does not have the blocks blocks\.6, blocks\.7 of this Waves, which are kept, although it has"
+    for model in (Waves(8), DataParallel(Waves(8))):
+        with pytest.warns(UserWarning, match=expected):
+            offload(model, plan=plan)
+    model = Waves(8)
+    for block in list(model.blocks)[6:]:
+        block.requires_grad_(False)  # saves nothing, and would be in no plan
+    assert bytes_offloaded(model, plan=plan)

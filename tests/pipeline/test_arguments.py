@@ -108,3 +108,11 @@ def test_a_report_before_the_first_step():
         assert "0" in repr(handle)
         assert handle.table().ranks == (0,)
         assert set(handle.stages) == {0}
+
+
+def test_iterators_as_arguments():
+    schedule, modules = make("ScheduleZBVZeroBubble")
+    handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
+    train(schedule, modules, 2)
+    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
+    handle.remove()

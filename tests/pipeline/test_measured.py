@@ -323,3 +323,10 @@ def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
     assert handle.plan.because.startswith("Every group is recomputed: a step takes")
     assert handle.plan.seconds == pytest.approx(seconds[-1])
     assert handle.plan.peak_bytes <= 10 * SAVED
+
+
+def test_a_device_that_is_too_small():
+    """Without a budget the memory of the device is one."""
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED, recompute=False)
+    assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
+    assert all(peak <= 12 * SAVED for _, peak in steps)

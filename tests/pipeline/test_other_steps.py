@@ -11,7 +11,7 @@ from pipeline_programs import BLOCKS, STEPS, WIDTH, Block, StoppedError, Stoppin
 from torch import nn
 from torch.distributed import pipelining
 
-from actoffload import PipelineHandle
+from actoffload import PipelineHandle, offload
 from actoffload.report import Report
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
@@ -352,3 +352,16 @@ def test_an_order_from_a_file(name, tmp_path):
     handle, report = agrees(loaded)
     assert handle.plan.order == offloaded(loaded()[0]).order, "that of the file"
     assert report.totals.bytes_offloaded > 0
+
+
+def test_larger_outputs_of_a_stage_whose_groups_save_nothing():
+    schedule, (blocks,) = make("ScheduleGPipe", module=lambda stage: Repeating(*(Block() for _ in range(BLOCKS))))
+    schedule._loss_fn = lambda output, target: output.square().mean()
+    schedule._stage._runtime_validate = False
+    handle = offload(schedule, min_bytes=2**20)
+    train(schedule, [blocks], 2)
+    before = handle.plan
+    blocks.times = 3
+    train(schedule, [blocks], 1)
+    assert handle.plan is not before
+    assert handle.plan.transfers == {}

@@ -1,6 +1,7 @@
 """The chosen plan: within its limit, never slower with more memory, about the best of all; and where it puts copies."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
@@ -180,3 +181,14 @@ def test_a_group_that_cannot_be_copied_in_time_is_kept():
     found, seconds = placed(model_ranks(costs, Link(1.0, 1.0)), [1], 4000)
     assert found.placed == {}
     assert (seconds, found.peak_bytes) == (9.0, 5000)
+
+
+def test_the_last_group_is_recomputed_beside_a_loss_that_takes_much_memory():
+    """What it saves lies there while the loss runs, as what the others save does."""
+    link, groups = Link(d2h=5e10, h2d=5e10), model()
+    loss = [replace(way, cost=replace(way.cost, gap_backward_temporary=4000 * MIB)) for way in groups[-1]]
+    names, groups = [f"h.{k}" for k in range(GROUPS)], [*groups[:-1], tuple(loss)]
+    least = choose(names, groups, link, limit=0).peak_bytes
+    plan = choose(names, groups, link, limit=least + 400 * MIB)
+    assert plan.saves[-1] is not None
+    assert plan.seconds <= 1.03 * best_of_all(groups, link, least + 400 * MIB)

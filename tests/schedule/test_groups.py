@@ -1,5 +1,6 @@
 """The schedules: which layers and groups of a sequence are offloaded and when, and the order in which groups run."""
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -178,3 +179,11 @@ def test_the_order_of_the_last_pass_is_expected():
     assert plans.order == (2, 0)
     plans.learn([])  # nothing ran
     assert plans.order == (2, 0)
+
+
+def test_a_wrong_call_is_named() -> None:
+    """All sentences are those of `Plan`."""
+    schedule = ManualSchedule(2).start_offload_layer(0, after_forward_of=0)
+    sentence = "The plan would offload layer 0 twice in one pass; once is enough."
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        schedule.start_offload_layer(0, after_forward_of=1).plan()

@@ -302,3 +302,13 @@ def test_every_sequence_has_a_valid_plan(data, names):
         assert was in plan.offloaded
         for do in (Do.RELEASE, Do.RELOAD):
             assert (moved.find(do, k) is None) == (plan.find(do, was) is None)
+
+
+def test_bytes_that_are_no_text_and_missing_files(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ValueError, match="is no plan"):
+        Plan.load(tmp_path / "binary")
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "none.json")
+    (tmp_path / "right.json").write_text(changed())
+    assert Plan.load(tmp_path / "right.json").names == ("a", "b")

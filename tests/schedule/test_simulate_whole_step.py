@@ -178,3 +178,18 @@ def test_a_step_is_never_faster_than_without_copies_nor_with_a_shared_link(run, 
         assert shared.step_time >= alone.step_time
         copies = zip(shared.timeline.of(Kind.H2D), alone.timeline.of(Kind.H2D), strict=True)
         assert all(slow.end >= fast.end for slow, fast in copies)
+
+
+def test_a_copy_has_the_whole_bandwidth_when_the_other_direction_is_done():
+    calls = [
+        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 0), Action(Do.RELEASE, 0)),
+        (Event(When.FORWARD_START, 1), Action(Do.OFFLOAD, 1)),
+        (Event(When.FORWARD_END, 1), Action(Do.RELOAD, 0)),
+    ]
+    plan = Plan.of(2, calls)
+    layers = [LAYER, LayerCost(10.0, 20.0, (Saved(10, 0.5),))]
+    # Layer 0 is copied and released at 20 s, and layer 1 is copied from 25 s to 35 s; the reload begins at 30 s.
+    result = simulate(plan, layers, Link(1.0, 1.0, both=1.5))
+    assert spans(result, Kind.D2H) == [(0, 10.0, 20.0), (1, 25.0, 35.0)]
+    assert spans(result, Kind.H2D) == [(0, 30.0, 42.5)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .._text import fold, fold_names, size
+from .._text import fold, fold_names, numberless, size
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import address
 from ..device.base import Backend
@@ -65,6 +65,7 @@ def coverage_warning(state: ModelState) -> str | None:
 
 TITLE = "actoffload: "
 LARGE = 0.1  # of the memory in use: from here on a part is worth advice
+MOST = 4  # lines of groups
 WIDE = 5  # outputs by inputs of a linear module, from which on it is a head with logits
 
 
@@ -78,23 +79,24 @@ def what_holds_memory(
     model, plan, backend = state.root.module, steering.plan(), state.engine.backend
     again = {plan.names[k] for k in (*plan.offloaded, *plan.recomputed)}
     kept = {name: nbytes for name, nbytes in zip(plan.names, plan.nbytes, strict=False) if name not in again}
-    saved, outside, replayed = sum(kept.values()), 0, bool(plan.recomputed)
+    saved, outside, refused, replayed = kept, 0, 0, bool(plan.recomputed)
     if done is not None:
         replayed = any(layer.recomputed is not None for layer in done.layers)
         with done.lock:
-            layers = zip(state.names(done.order.started), done.layers, strict=False)
+            layers = list(zip(state.names(done.order.started), done.layers, strict=False))
             # In a pass that is followed in part, kept groups are not.
-            saved = sum(max(on_device(layer), kept.get(name, 0) if done.partly else 0) for name, layer in layers)
+            saved = {name: max(on_device(layer), kept.get(name, 0) if done.partly else 0) for name, layer in layers}
+            refused = sum(each.nbytes for _, layer in layers for each in layer.living() if each.refused)
             # What was saved since the last group is not counted yet.
             outside = done.kept_outside.get(Reason.OUTSIDE, [0, 0])[1] + on_device(done.between)
 
     # What holds the memory
-    weights = [*model.parameters(), *model.buffers()]
+    weights, in_groups = [*model.parameters(), *model.buffers()], "saved tensors of groups"
     parts = {
         "weights and buffers": _nbytes(backend, weights),
         "gradients": _nbytes(backend, (weight.grad for weight in weights if weight.grad is not None)),
         "optimizer states": _nbytes(backend, _states({id(weight) for weight in weights})),
-        "saved tensors of groups": saved,
+        in_groups: sum(saved.values()),
         "saved tensors outside of groups": outside,
     }
     known, limit = sum(parts.values()), backend.memory_limit()
@@ -102,22 +104,42 @@ def what_holds_memory(
     parts["everything else: temporary tensors, inputs, what the program keeps"] = max(used - known, 0)
     where = f"in the forward of {calls[-1].name}" if calls else "in backward"
     yield f"{TITLE}{size(used)}{f' of {size(limit)}' if limit else ''} were in use {where}:"
-    yield from (f"  {size(nbytes)}: {name}" for name, nbytes in parts.items() if nbytes)
+    for name, nbytes in parts.items():
+        if nbytes:
+            yield f"  {size(nbytes)}: {name}"
+        if name == in_groups:
+            rows = fold(((name, own) for name, own in saved.items() if own), lambda row: (numberless(row[0]), row[1]))
+            largest = sorted(rows, key=lambda row: -len(row) * row[0][1])
+            for row in largest[:MOST]:
+                yield f"    {size(row[0][1])}{' each' if len(row) > 1 else ''}: {fold_names([each for each, _ in row])}"
+            if len(largest) > MOST:
+                yield f"    {size(sum(own for row in largest[MOST:] for _, own in row))}: other groups"
 
     # What would help
     yield "What would help:"
     next_choice = steering.next_choice()
     if next_choice:
         yield f"- {next_choice}"
-    elif saved >= LARGE * used and not replayed:
-        yield f"- recompute=True: most of {size(saved)} would not be saved, and backward runs the operators again."
+    elif parts[in_groups] >= LARGE * used and not replayed:
+        most = size(parts[in_groups])
+        yield f"- recompute=True: most of {most} would not be saved, and backward runs the operators again."
+    if refused:
+        found = f"the host had no page-locked memory for {size(refused)}"
+        yield f"- {found}: a larger max_host_bytes, or more free host memory; it takes as many bytes there."
     head = _head(model) if calls and done is not None and calls[-1].role is not GROUP else ""
     if head:
         yield (
             f"- no group ran, so the logits of `{head}` may be the peak: a loss that does not keep them all, such as "
             "use_liger_kernel=True of the Trainer, at nearly no cost."
         )
-    yield "- half the batch with twice the gradient accumulation."
+    if outside >= LARGE * used:
+        yield (
+            f"- torch.utils.checkpoint around what no group covers, or its modules in layers: up to "
+            f"{size(outside)} less, and these parts run again in backward."
+        )
+    less = (parts[in_groups] + outside) // 2
+    half = f"at least {size(less)} less" if less else "half of what a step allocates"
+    yield f"- half the batch with twice the gradient accumulation: {half}, at some throughput."
 
 
 def _nbytes(backend: Backend, tensors: Iterable[torch.Tensor]) -> int:

@@ -23,9 +23,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from .._text import name_pattern
+from .._text import fold_names, name_pattern
 from .._torch.modules import registered
-from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, inner_name, runs, unwrap
+from .._warnings import warn
+from .blocks import BLOCK, CONTAINERS, block_type, children, default_groups, find_stacks, inner_name, runs, unwrap
 from .follow import GROUP, KEPT, ROOT, WHOLE, FollowedModule
 
 MOST = 8  # modules that an error names
@@ -152,7 +153,7 @@ def choose_kept(names: Names, keep: Any) -> list[FollowedModule]:
 
 
 def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
-    """Return the modules of the groups that a plan names."""
+    """Return the modules of the groups that a plan names; warn about blocks that it lacks of a list that it has."""
     found = list[Module]()
     for group in groups:
         name = "" if group == WHOLE else group
@@ -162,6 +163,17 @@ def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
                 f"same model. {_similar(names, name)}"
             )
         found.append(names.modules[name])
+    planned, missing = set(found), list[str]()
+    for stack in find_stacks(names.root):
+        if not planned.isdisjoint(stack):
+            others = (block for block in stack if planned.isdisjoint(block.modules()))
+            missing += [names.first[each] for each in others if any(p.requires_grad for p in each.parameters())]
+    if missing:
+        warn(
+            f"plan does not have the blocks {fold_names(missing, most=6)} of this {names.title}, which are kept, "
+            "although it has others of their list: it may be the plan of a smaller model. Give a plan of the same "
+            "model."
+        )
     return found
 
 

@@ -159,8 +159,8 @@ def offload(
     Warns
     -----
     UserWarning
-        Once the first passes are measured, if no plan is within the memory budget.  For a schedule, if another rank
-        takes no part in the first steps: this one goes on without it.
+        If `plan` lacks repeated blocks of the model.  Once the first passes are measured, if no plan is within the
+        memory budget.  For a schedule, if another rank takes no part in the first steps: this one goes on without it.
 
     Examples
     --------
