@@ -63,7 +63,6 @@ INSTEAD: dict[str, str] = {
     "guard: fence of the segment before": "fence = segment.fence",
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
     "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
-    "guard: twins of values that stay": "twin != value",
     "guard: view that the host copy lacks": "return layer.eager",
     "guard: wait for each device and stream": "position is not None and not waited",
     "guard: whole buffer from a bin": "bin_ and buffer is not None",

@@ -136,7 +136,7 @@ def test_equal_draws_are_no_twins():
 
 THREADS = """
 import gc, sys, threading, time, torch
-from actoffload.replay.trace import read_states
+from actoffload.replay.proof import read_states
 generators = [torch.default_generator] * 20
 gc.callbacks.append(lambda *_: time.sleep(1e-5))
 gc.set_threshold(1)

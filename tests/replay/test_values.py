@@ -134,7 +134,7 @@ def edited_twin(block, x, y):
     """Edit one of two equal values, which autograd has saved and does not need."""
     one = y * 2.0
     sine = one.sin().detach()
-    return x + sine + one.add_(1.0) + (y * 2.0).sin()
+    return x + sine + one.add_(1.0) + (y * 2.0).sin() + (y * 3.0).sin()
 
 
 def almost_twins(block, x, y):

@@ -220,7 +220,7 @@ class TracedCall(Call):
         """End a call that has returned `outputs`: drop what is the same when it is made again."""
         tracer, slots = self._tracer, [slot for slot in self._slots if slot is not None]
         tracer.end()
-        trace, self._remake.beginning = tracer.result(leaves(outputs)), tracer.drawing.beginning
+        trace, self._remake.beginning = tracer.result(leaves(outputs)), tracer.beginning
         changed = [slot for slot in slots if slot.tensor is not None and (slot.is_edited or is_freed(slot.tensor))]
         # [guard: values that are written in place after they were saved]
         banned = {trace.entries[slot.number].value for slot in changed}

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch.tensors import leaves, negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight, with_twins
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight
 
 WHOLE = -1  # the part that is all of a call
 CHEAP = 4
@@ -144,13 +144,12 @@ class Program:
         self, trace: Trace, policy: Policy, min_bytes: int, banned: Collection[int] = (), *, redraw: bool = True
     ) -> None:
         self.trace, self.policy, self.min_bytes, self.banned = trace, policy, min_bytes, banned
-        self.nodes = with_twins(trace, banned)  # of the trace, see [Note: twins]
         self.sources: dict[int, Source] = {}  # by value
         stands = self._choose(redraw)
         self.dropped = frozenset(e.value for e in trace.entries if e.value in stands and e.value not in self.sources)
         needed, _ = self._makers(self.dropped, ())
         # By the place of the operator in the trace, in that order.
-        self.steps = {number: self._step(self.nodes[number], stands) for number in sorted(needed)}
+        self.steps = {number: self._step(self.trace.nodes[number], stands) for number in sorted(needed)}
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
@@ -197,9 +196,9 @@ class Program:
         for number, value in enumerate(values):
             if number in sources:
                 continue
-            made = value.maker != UNKNOWN and number not in self.banned
-            stays = made and number in saved and self.nodes[value.maker].name in self.policy.names
-            if made and not stays and (value.maker in runs or self._may_run(self.nodes[value.maker], stands, redraw)):
+            node = None if value.maker == UNKNOWN or number in self.banned else trace.nodes[value.maker]
+            stays = node is not None and number in saved and node.name in self.policy.names
+            if node is not None and not stays and (value.maker in runs or self._may_run(node, stands, redraw)):
                 runs.add(value.maker)
                 assert value.view is not None
                 large = value.nbytes >= self.min_bytes or number not in saved
@@ -306,7 +305,7 @@ class Program:
             maker = self.trace.values[value].maker
             if maker not in found:
                 found.add(maker)
-                waiting += self.nodes[maker].reads
+                waiting += self.trace.nodes[maker].reads
         return found, needed
 
     def runs(self) -> Counter[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -26,8 +26,9 @@ from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
 from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
+from .policy import rules_of
 from .program import Program, Step, copy_of, on_value
-from .trace import FunctionCall, Node, RngPosition, Value, default_generators, read_states, write_states
+from .trace import FunctionCall, Node, RngPosition, Value, gpu_generator, same
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
@@ -158,8 +159,9 @@ def prove(
 
     def run(number: int, values: dict[int, Tensor]) -> bool:
         step = program.steps[number]
-        if isinstance(step.call, FunctionCall):
-            return _run_on_copies(program, step, values)
+        operator = step.node.operator
+        if isinstance(operator, FunctionCall) or (operator is not same and rules_of(operator).foreign):
+            return _run_unknown(program, step, values, beginning)
         program.run(step, values, beginning)
         return True
 
@@ -219,21 +221,34 @@ def _run_all(
                 values[value] = found
 
 
-def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> bool:
-    """Run a step that may write to what it is given or draw random numbers; return whether it did neither."""
+# PyTorch makes the tensor of a state while it holds the lock of the generator and the GIL.  If a collection of garbage
+# starts there and runs Python code, another thread may get the GIL, and with it wait for that lock for ever.
+_one_at_a_time = threading.Lock()
+
+
+def read_states(generators: Iterable[torch.Generator]) -> list[Tensor]:
+    """Return the states of generators."""
+    with _one_at_a_time:
+        return [generator.get_state() for generator in generators]
+
+
+def _run_unknown(program: Program, step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> bool:
+    """Run a step that may draw random numbers or, as a function, write to its arguments; return if it did neither."""
     given = {value: values[value] for value in step.reads}
-    copies = {value: copy_of(tensor) for value, tensor in given.items()}
-    generators = default_generators()
+    writes = isinstance(step.node.operator, FunctionCall)
+    copies = {value: copy_of(tensor) if writes else tensor for value, tensor in given.items()}
+    generators = [each for each in (torch.default_generator, gpu_generator()) if each is not None]
     states = read_states(generators)
     try:
-        program.run(step, copies, None)
+        program.run(step, copies, beginning)
     except Exception:  # its forward needs more than an empty context has
         return False
     finally:
         drew = not all(map(torch.equal, read_states(generators), states))
-        write_states(generators, states)
-    # functions that write to what they are given
-    if drew or not all(same_bits(copies[value], tensor) for value, tensor in given.items()):
+        with _one_at_a_time:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+    if drew or not all(same_bits(copies[value], tensor) for value, tensor in given.items() if writes):
         return False
     for _, value in step.made:
         values[value] = copies[value]

@@ -22,19 +22,17 @@ begins at the same offset draws the same numbers, as in Salmon et al., "Parallel
 (2011).  So a trace notes how far behind the beginning of its call each operator drew, and a later call where it begins.
 What it drew is dropped only if it has drawn as many numbers as the traced call by then.  In backward the generator is
 set to that place, and back.  So a dropout mask is made again; on a CPU, whose generator is a state of 5 KiB that cannot
-be set forward, it stays.  It stays as well where something else in the call draws, or sets the generator, unseen.
+be set forward, it stays.
 """
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import random
 import sys
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -138,49 +136,24 @@ class FunctionCall:
 _plain_setup = getattr(torch.autograd.Function, "setup_context", None)
 
 
-# Twins
-
-
 def same(tensor: Tensor) -> Tensor:
     """Return a tensor itself: the operator of a twin."""
     return tensor
 
 
-def with_twins(trace: Trace, banned: Collection[int]) -> list[Node]:
-    """Return the operators of a trace, `same` in place of those that repeat an earlier one."""
-    first: dict[Any, int] = {}
-    twins: dict[int, int] = {}  # values
-    nodes = []
-    for node in trace.nodes:
-        nodes.append(node)
-        if isinstance(node.operator, FunctionCall) or [place for place, _ in node.made] != [0]:
-            continue
-        if node.drawn is not None:  # [guard: operators that draw]
-            continue
-        value = node.made[0][1]
-        view = trace.values[value].view
-        assert view is not None
-        key = node.operator, view, _key((node.args, tuple(sorted(node.kwargs.items()))), twins)
-        twin = first.setdefault(key, value)
-        if twin != value and twin not in banned:  # [guard: twins of values that stay]
-            twins[value] = twin
-            nodes[-1] = replace(node, operator=same, args=(Place(twin, view),), kwargs={}, reads=(twin,))
-    return nodes
-
-
-def _key(given: Any, twins: Mapping[int, int]) -> Any:
+def key_of(given: Any, twins: Mapping[int, int]) -> Any:
     """Return arguments so that only the same ones are equal: 1 is not True, and 0.0 is not -0.0."""
     if isinstance(given, Place):
         return twins.get(given.value, given.value), given.view
     if isinstance(given, (list, tuple)):
-        return type(given), *[_key(each, twins) for each in given]
+        return type(given), *[key_of(each, twins) for each in given]
     return type(given), repr(given) if isinstance(given, (float, complex)) else given
 
 
 # Random numbers
 
 
-def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
+def states_of_python(modules: Iterable[Module]) -> list[Any]:
     """Return the states of the generators of Python and NumPy: the global ones, and those that are in modules."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random,)
@@ -188,47 +161,15 @@ def states_of_python(modules: Iterable[Module]) -> tuple[Any, ...]:
     if numpy is not None:
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
         states.append(numpy.random.get_state())
-    states += [each for module in modules for each in vars(module).values() if isinstance(each, kinds)]
-    # What has no state draws from the system.
-    return tuple(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in states)
+    states += [each for module in modules for each in vars(module).values() if type(each) in kinds]
+    return list(map(pickle.dumps, states))
 
 
 def gpu_generator() -> Any:
     """Return PyTorch's default generator of the current GPU; None without one, and while a graph is captured."""
-    return next(iter(default_generators()[1:]), None)
-
-
-def default_generators() -> list[torch.Generator]:
-    """Return PyTorch's default generators of the CPU and of the current GPU."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if torch.cuda.is_initialized() and not is_capturing():  # type: ignore[no-untyped-call]
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
-
-
-# PyTorch makes the tensor of a state while it holds the lock of the generator and the GIL.  If a collection of garbage
-# starts there and runs Python code, another thread may get the GIL, and with it wait for that lock for ever.
-_one_at_a_time = threading.Lock()
-
-
-def read_states(generators: Iterable[torch.Generator]) -> list[Tensor]:
-    """Return the states of generators."""
-    with _one_at_a_time:
-        return [generator.get_state() for generator in generators]
-
-
-def write_states(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
-    """Set generators to states."""
-    with _one_at_a_time:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of PyTorch's default generators."""
-    states = read_states(default_generators())
-    # Read as memory: an operator would be seen by the tracer.
-    return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
+    if not torch.cuda.is_initialized() or is_capturing():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 class RngPosition(NamedTuple):
@@ -263,30 +204,3 @@ class RngPosition(NamedTuple):
             if seed != self.seed:
                 generator.manual_seed(seed)
             generator.set_offset(offset)
-
-
-class RandomDraws:
-    """What operators of a call that begins now draw from the generator of the GPU."""
-
-    def __init__(self) -> None:
-        self.beginning = RngPosition.read()
-        self.drawn = 0  # so far
-        self._all_seen = self.beginning is not None
-
-    def start_operator(self) -> int:
-        """Note that an operator starts that draws; return how many numbers were drawn before."""
-        self._all_seen = self.beginning is not None and self.beginning.count_drawn() == self.drawn and self._all_seen
-        return self.drawn
-
-    def end_operator(self, outputs: Any) -> bool:
-        """Note what an operator has drawn that returned `outputs`; return whether it can draw the same once more."""
-        if self.beginning is None:
-            return False
-        before, self.drawn = self.drawn, self.beginning.count_drawn()
-        first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
-        here = isinstance(first, Tensor) and first.device == self.beginning.generator.device
-        return here and before < self.drawn
-
-    def saw_all(self) -> bool:
-        """Return whether operators that were seen have drawn all numbers until now."""
-        return self.start_operator() >= 0 and self._all_seen

@@ -38,11 +38,12 @@ from .trace import (
     FunctionCall,
     Node,
     Place,
-    RandomDraws,
+    RngPosition,
     Trace,
     Value,
     Weight,
-    generator_states,
+    key_of,
+    same,
     states_of_python,
 )
 
@@ -98,9 +99,11 @@ class Tracer(_Base):  # type: ignore[misc]
         self._counts: defaultdict[Any, count[int]] = defaultdict(count)
         self._function: _RunningFunction | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
+        self._first: dict[Any, int] = {}  # values, by what makes them
+        self._twins: dict[int, int] = {}  # the first of the values that are equal to others, by these
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
-        self.drawing, self._in_python = RandomDraws(), states_of_python(self._modules)
+        self.beginning, self._in_python = RngPosition.read(), states_of_python(self._modules)
         self.segment = 0
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -139,7 +142,6 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
-        known = self.drawing.saw_all()
         steady = not self._host_reads and self._in_python == states_of_python(self._modules)
         alive = [memory for weak in self._weak if (memory := storage_behind(weak)) is not None]
         sizes = {address(memory): memory.nbytes() for memory in alive}
@@ -154,12 +156,12 @@ class Tracer(_Base):  # type: ignore[misc]
             elif is_weight and not shrunk and key not in self._weights:  # [guard: weights that are replaced for a time]
                 value.source = None  # `functional_call` has put a tensor in its place for the time of a call
         for node in self.nodes:
-            if not freed.isdisjoint(node.reads) or not (known or node.drawn is None):
+            if not freed.isdisjoint(node.reads):
                 for _, number in node.made:
                     self.values[number].maker = UNKNOWN
         for number in freed:
             self.values[number].maker, self.values[number].source = UNKNOWN, None
-        return Trace(self.nodes, self.values, self.entries, returned, steady, self.drawing.drawn if known else 0)
+        return Trace(self.nodes, self.values, self.entries, returned, steady, self._count_drawn())
 
     def __del__(self) -> None:
         for weak in self._weak:
@@ -245,12 +247,11 @@ class Tracer(_Base):  # type: ignore[misc]
                 self._write(operator, args, kwargs)
             return outputs
         name = f"{operator}#{next(self._counts[operator])}"
-        before = generator_states() if rules.foreign and rules.replayable else None
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
         counterpart = self._find_counterpart(operator, with_places, args) if rules.mutable else None
-        drawn = self.drawing.start_operator() if draws_random_numbers(rules, args, kwargs) else None
+        drawn = self._count_drawn() if draws_random_numbers(rules, args, kwargs) else None
         first = len(self.values)
         outputs = operator(*args, **kwargs)
         if counterpart is not None:
@@ -260,20 +261,28 @@ class Tracer(_Base):  # type: ignore[misc]
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
-        redrawn = drawn is None or self.drawing.end_operator(outputs)
         replayable = (
-            redrawn
+            (drawn is None or self._draws_again(drawn, outputs))
             and (rules.replayable or counterpart is not None)
             and UNKNOWN not in reads
             # what runs under no_grad may be edited before backward
             and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
-            and before == (generator_states() if before is not None else None)
         )
         made, plain, _ = self._add_outputs(outputs, first)
         if plain and replayable:
             self._add_node(counterpart or operator, name, with_places, named, made, reads, drawn)
         return outputs
+
+    def _count_drawn(self) -> int:
+        return 0 if self.beginning is None else self.beginning.count_drawn()
+
+    def _draws_again(self, drawn: int, outputs: Any) -> bool:
+        """Return whether an operator that began behind `drawn` numbers of the call can draw its own once more."""
+        first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
+        if self.beginning is None or not isinstance(first, Tensor):
+            return False
+        return first.device == self.beginning.generator.device and 0 <= drawn < self._count_drawn()
 
     def _find_counterpart(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the operator that makes what another one is about to write; see [Note: values]."""
@@ -344,7 +353,22 @@ class Tracer(_Base):  # type: ignore[misc]
         for _, value in made:
             self.values[value].maker = len(self.nodes)
         module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
-        self.nodes.append(Node(operator, name, args, kwargs, made, tuple(reads), module, self.segment, drawn))
+        node = Node(operator, name, args, kwargs, made, tuple(reads), module, self.segment, drawn)
+        if drawn is None:  # [guard: operators that draw -> True]
+            self._read_twin(node)
+        self.nodes.append(node)
+
+    def _read_twin(self, node: Node) -> None:
+        """Let a node return the value that an earlier one has made of the same; see [Note: twins]."""
+        (place, value), *others = node.made
+        view = self.values[value].view
+        if isinstance(node.operator, FunctionCall) or place or others or view is None:
+            return
+        key = node.operator, view, key_of((node.args, tuple(sorted(node.kwargs.items()))), self._twins)
+        first = self._first.setdefault(key, value)
+        if first != value:
+            self._twins[value] = first
+            node.operator, node.args, node.kwargs, node.reads = same, (Place(first, view),), {}, (first,)
 
     # Functions
 
@@ -362,14 +386,11 @@ class Tracer(_Base):  # type: ignore[misc]
         name = f"{call}#{next(self._counts[function])}"
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
-        before = generator_states()
         running = self._function = _RunningFunction(len(self.values))
-        self.drawing.start_operator()
         try:
             outputs = apply(function, *args, **kwargs)
         finally:
             self._function = None
-        self.drawing.end_operator(outputs)
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         if UNKNOWN in reads:  # a function with a subclass may return a part of a weight
             for output in flat:
@@ -383,7 +404,6 @@ class Tracer(_Base):  # type: ignore[misc]
             plain
             and new  # functions that return an input, which they may change
             and running.pure
-            and before == generator_states()  # functions that draw random numbers
             and UNKNOWN not in reads
             and not kwargs
             and all(map(self._lasts, args))
@@ -422,7 +442,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 if function is not None:
                     self.values[value].view = self.values[value].view or view
                     function.saved.append(value)
-                entry = Entry(value, view, self.segment, function is not None, self.drawing.drawn)
+                entry = Entry(value, view, self.segment, function is not None, self._count_drawn())
         self.entries.append(entry)
         return entry
 
