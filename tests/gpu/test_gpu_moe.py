@@ -13,13 +13,14 @@ from moe_reference import poison
 from torch import Tensor, nn
 
 import actoffload
+from actoffload import moe
 from actoffload.moe import GroupedMLP, indices_to_multihot
-from actoffload.moe import experts as groups
 
 pytestmark = gpu
 
 needs_kernel = pytest.mark.skipif(
-    CUDA and not groups._has_kernel(torch.device("cuda:0")), reason="grouped_mm has no kernel for this device"
+    CUDA and moe.capability(torch.device("cuda:0")) not in moe.KERNELS,
+    reason="grouped_mm has no kernel for this device",
 )
 
 TOKENS, EXPERTS = 4096, 8

@@ -11,9 +11,9 @@ from moe_reference import COUNTS, FFN, HIDDEN, gradients, operands, reference
 from torch import Tensor
 
 import actoffload
+from actoffload import moe
 from actoffload.device import ReferenceDevice
 from actoffload.moe import GroupedMLP, grouped_mlp
-from actoffload.moe import experts as groups
 from actoffload.report import Reason
 from actoffload.schedule import Kind
 
@@ -56,7 +56,7 @@ def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts, place):
     """Without synchronization, where the counts are on the device and all memory is there."""
     mlp, x = module(**{f"keep_{name}": True for name in kept}), tokens()
     if isinstance(counts, Tensor):
-        if place.type == "cuda" and not groups._has_kernel(place):
+        if place.type == "cuda" and moe.capability(place) not in moe.KERNELS:
             pytest.skip("grouped_mm has no kernel for this device")
         counts = counts.to(place)
     want = step(mlp, actoffload.get_cpu_offload_context(), counts, x)
@@ -88,13 +88,13 @@ def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts, place):
 def test_copies_start_where_each_tensor_is_final(monkeypatch):
     """Each product takes a second, and each tensor a tenth to copy: none waits for the end of the function."""
     device = ReferenceDevice(d2h=TOKENS * 4 * 2 * FFN / 0.1, h2d=1e12)
-    real = groups.Groups.times
+    real = moe.Groups.times
 
     def slow(*args, **more):
         device.compute(1.0)
         return real(*args, **more)
 
-    monkeypatch.setattr(groups.Groups, "times", slow)
+    monkeypatch.setattr(moe.Groups, "times", slow)
     for keep, starts in (({}, [0.0, 1.0, 1.1]), ({"keep_activation_input": True}, [0.0, 1.0])):
         context, sync = make(1, 3, device=device)
         with context.record_timeline() as recorder:
