@@ -35,7 +35,6 @@ from ..replay import (
     Times,
     TracedCall,
     Tracer,
-    Weight,
     describe,
     measure,
     same,
@@ -266,7 +265,7 @@ class OperatorTimes:
         """Time the operators of the program of a group, unless those of enough groups that do the same were timed."""
         key = _work_of(program)
         self._timed[key] += 1
-        times = measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else {}
+        times = measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else []
         self._known[group] = program, times
 
     def costs(self) -> dict[int, list[OperatorCost]]:
@@ -276,7 +275,7 @@ class OperatorTimes:
         """
         found: dict[int, list[OperatorCost]] = {}
         for groups in fold(self._known, lambda group: _work_of(self._known[group][0])):
-            timed = [times.values() for group in groups if (times := self._known[group][1])]
+            timed = [times for group in groups if (times := self._known[group][1])]
             if timed:
                 pairs_of_steps = zip(*timed, strict=True)
                 seconds = [median(self._backend.elapsed(*pair) for pair in pairs) for pairs in pairs_of_steps]
@@ -299,7 +298,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
             values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
         )
         kept = 0
-        of_weights = step.reads and all(isinstance(sources.get(value), Weight) for value in step.reads)
+        of_weights = step.reads and all(value in program.weights for value in step.reads)
         if of_weights or step.node.operator is same:
             kept, sizes = sum(sizes), ()
         costs.append(

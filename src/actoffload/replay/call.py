@@ -31,7 +31,7 @@ from .._torch.subclasses import changed, plain_parts
 from .._torch.tensors import address, is_freed, leaves, version_of
 from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
-from .program import WHOLE, Drop, ExpectedTensor, Program, Saved, copy_of, on_value
+from .program import WHOLE, Drop, ExpectedTensor, Program, copy_of, on_value
 from .proof import Alarm, Sample, below_everything, prove, rise
 from .trace import UNKNOWN, RngPosition, Trace, Weight
 from .tracer import Tracer
@@ -98,7 +98,7 @@ class FollowingCall(Call):
         self._remake.program = program
         self._remake.beginning = RngPosition.read() if program.trace.drawn else None
         self._remake.find_weights()
-        for value, place in program.inputs:
+        for value, place in program.inputs.items():
             self._remake.held[value] = self._packer.pack(self._inputs[place])
 
     def pack(self, tensor: Tensor) -> Any:
@@ -248,24 +248,23 @@ class TracedCall(Call):
             stays = program.trace.entries[number].value not in program.dropped
             if stays and slot is not None and slot.tensor is not None and slot.saved is None:
                 slot.saved = self._packer.pack(slot.tensor)
-        for value, source in program.sources.items():
-            if value not in self._remake.held and isinstance(source, int):
-                self._remake.held[value] = self._packer.pack(self._inputs[source])
-            elif value not in self._remake.held and isinstance(source, Saved):
-                slot = self._slots[source.entry]
-                assert slot is not None
-                self._remake.held[value] = slot.saved
+        held = self._remake.held
+        for value, place in program.inputs.items():
+            held[value] = held.get(value) or self._packer.pack(self._inputs[place])
+        for value, number in program.kept.items():
+            slot = self._slots[number]
+            assert slot is not None
+            held[value] = slot.saved
         self._remake.note_versions()
         return whole
 
     def _source(self, program: Program, value: int) -> Tensor:
         """Return the tensor of a source of a program while the call holds what it saved."""
-        source = program.sources[value]
-        if isinstance(source, int):
-            return self._inputs[source]
-        if isinstance(source, Weight):
-            return self._remake.weight(source)
-        slot = self._slots[source.entry]
+        if value in program.inputs:
+            return self._inputs[program.inputs[value]]
+        if value in program.weights:
+            return self._remake.weight(program.weights[value])
+        slot = self._slots[program.kept[value]]
         assert slot is not None
         assert slot.tensor is not None
         return slot.tensor
@@ -426,12 +425,12 @@ class Remake:
                 slot.tensor = None
 
     def _source(self, value: int) -> Tensor:
-        source = self.program.sources[value]
-        if type(source) is not Weight:
+        weight = self.program.weights.get(value)
+        if weight is None:
             return unpack(self.held[value])
         tensor = self.weights[value]
         if is_freed(tensor):  # by FSDP2, which may gather it into another tensor
-            tensor = self.weight(source)
+            tensor = self.weight(weight)
         if version_of(tensor) != self.versions[value]:  # [guard: weights that were edited]
             raise changed(tensor, tensor.size(), self.versions[value])
         return tensor
@@ -439,7 +438,7 @@ class Remake:
     def find_weights(self) -> None:
         """Find the weights where a call begins: the program may put others in their places, then or before backward."""
         modules = self.modules
-        for value, weight in self.program.weights:
+        for value, weight in self.program.weights.items():
             tensor: Any = registered(modules[weight.module])[weight.table].get(weight.name)
             if type(tensor) in PLAIN:  # others are sharded, and gathered in the call
                 self.weights[value] = tensor  # [guard: weights where the call begins]
@@ -448,7 +447,7 @@ class Remake:
         """Note the versions of weights as they are when the first part of what is made from them is dropped."""
         if len(self.versions) == len(self.program.weights):
             return
-        for value, weight in self.program.weights:
+        for value, weight in self.program.weights.items():
             if value not in self.versions:
                 if value not in self.weights:
                     self.weights[value] = self.weight(weight)

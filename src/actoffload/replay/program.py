@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._torch.tensors import leaves, negative_view
+from .._torch.tensors import leaves
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight
@@ -29,24 +29,14 @@ CHEAP = 4
 """Operators that may be run once more to make a value instead of holding it."""
 
 
-class Saved(NamedTuple):
-    """A source that autograd saves in the call and that stays."""
-
-    entry: int  # where it is saved
-
-
-Source: TypeAlias = int | Weight | Saved
-"""What a program reads and does not make; a number is the place of an argument among the tensors of the call."""
-
-
 class _Read(NamedTuple):
     """A tensor among the arguments of a step: the value, and how it lies on the tensor that stands for the value."""
 
     value: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # in elements, from the start of the tensor that stands for the value
-    view: View | None  # where sizes and strides do not say it
     same: bool  # as that tensor itself
 
 
@@ -86,10 +76,14 @@ class Drop(NamedTuple):
     firsts: list[tuple[int, int]]
 
 
+Line: TypeAlias = tuple[Step, tuple[int, ...], tuple[int, ...]]
+"""A step, the sources that it is the first to read, and the values that nothing needs behind it."""
+
+
 class Fill(NamedTuple):
     """How a part of a program is made."""
 
-    run: list[tuple[Step, tuple[int, ...], tuple[int, ...]]]  # with sources that are new, and what is freed behind it
+    run: list[Line]
     needed: frozenset[int]  # sources that other parts need, and values
     held: frozenset[int]  # these values
 
@@ -98,22 +92,15 @@ def on_value(tensor: Tensor, read: _Read) -> Tensor:
     """Return the tensor that lies on a value as `read` says, given the tensor that stands for the value."""
     if read.same:
         return tensor
-    if read.view is None:
+    if read.dtype is tensor.dtype:
         return tensor.as_strided(read.size, read.stride, tensor.storage_offset() + read.offset)
-    view, itemsize = read.view, read.view.dtype.itemsize
-    start = tensor.storage_offset() * tensor.itemsize + read.offset
-    found = torch.empty(0, dtype=view.dtype, device=tensor.device)
-    found.set_(tensor.untyped_storage(), start // itemsize, view.size, view.stride)
-    found = found.conj() if view.conj else found
-    return negative_view(found) if view.neg else found
+    start = tensor.storage_offset() * tensor.itemsize // read.dtype.itemsize + read.offset
+    found = torch.empty(0, dtype=read.dtype, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), start, read.size, read.stride)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor with the same strides, which functions may have noted in their forward."""
-    if tensor.is_conj():
-        return copy_of(tensor.conj()).conj()
-    if tensor.is_neg():
-        return negative_view(copy_of(negative_view(tensor)))
     extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     extent = extent if tensor.numel() else 0
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.size(), tensor.stride(), 0)
@@ -122,14 +109,26 @@ def copy_of(tensor: Tensor) -> Tensor:
 def _read(place: Place, stands: View) -> _Read | None:
     """Return how a place lies on the tensor that stands for its value; None if it reaches beyond that tensor."""
     view = place.view
-    offset = view.offset - stands.offset
+    offset, between = divmod(view.offset - stands.offset, view.dtype.itemsize)
+    if view.conj or view.neg or between:
+        return None
     if not all(view.size):
         offset = 0
     elif view.extent[0] < stands.extent[0] or view.extent[1] > stands.extent[1]:
         return None
-    if view.dtype is stands.dtype and not (view.conj or view.neg or stands.conj or stands.neg):
-        return _Read(place.value, view.size, view.stride, offset // view.dtype.itemsize, None, view == stands)
-    return _Read(place.value, view.size, view.stride, offset, view, view == stands)
+    return _Read(place.value, view.dtype, view.size, view.stride, offset, view == stands)
+
+
+def lines_of(steps: Sequence[Step], stays: Collection[int] = ()) -> list[Line]:
+    """Return the lines for steps that run in this order, behind which some values stay."""
+    mentioned = [{*step.reads, *(value for _, value in step.made)} for step in steps]
+    last = {value: place for place, values in enumerate(mentioned) for value in values}
+    there, lines = set[int](), []
+    for place, (step, values) in enumerate(zip(steps, mentioned, strict=True)):
+        fetched = tuple(value for value in step.sources if value not in there)
+        there.update(fetched)
+        lines.append((step, fetched, tuple(value for value in values if last[value] == place and value not in stays)))
+    return lines
 
 
 class Program:
@@ -144,7 +143,11 @@ class Program:
         self, trace: Trace, policy: Policy, min_bytes: int, banned: Collection[int] = (), *, redraw: bool = True
     ) -> None:
         self.trace, self.policy, self.min_bytes, self.banned = trace, policy, min_bytes, banned
-        self.sources: dict[int, Source] = {}  # by value
+        # Sources, by value: the place among the tensors of the call, the weight, or the entry that saves it.
+        self.inputs: dict[int, int] = {}
+        self.weights: dict[int, Weight] = {}
+        self.kept: dict[int, int] = {}
+        self.sources: Collection[int] = set()
         stands = self._choose(redraw)
         self.dropped = frozenset(e.value for e in trace.entries if e.value in stands and e.value not in self.sources)
         needed, _ = self._makers(self.dropped, ())
@@ -152,9 +155,10 @@ class Program:
         self.steps = {number: self._step(self.trace.nodes[number], stands) for number in sorted(needed)}
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
         used = {value for step in self.steps.values() for value in step.reads}
-        self.sources = {value: source for value, source in self.sources.items() if value in used}
-        self.weights = [(value, source) for value, source in self.sources.items() if type(source) is Weight]
-        self.inputs = [(value, source) for value, source in self.sources.items() if type(source) is int]
+        self.sources = used.intersection(self.sources)
+        self.inputs = {value: place for value, place in self.inputs.items() if value in used}
+        self.weights = {value: weight for value, weight in self.weights.items() if value in used}
+        self.kept = {value: number for value, number in self.kept.items() if value in used}
         self.reads: dict[int, _Read] = {}  # by entry of a dropped value: how it lies on the value
         self.firsts: dict[int, int] = {}  # dropped values, by the entry that saves each first
         self.uses = Counter[int]()  # by dropped value: its entries
@@ -188,13 +192,17 @@ class Program:
             if entry.value != UNKNOWN:
                 saved.setdefault(entry.value, []).append(number)
         stands: dict[int, View] = {}
-        sources = self.sources
         for number, value in enumerate(values):
+            if isinstance(value.source, int):
+                self.inputs[number] = value.source
+            elif value.source is not None:
+                self.weights[number] = value.source
             if value.source is not None and value.view is not None:
-                stands[number], sources[number] = value.view, value.source
+                stands[number] = value.view
+        self.sources = {*self.inputs, *self.weights}
         runs: set[int] = set()  # operators that may run again
         for number, value in enumerate(values):
-            if number in sources:
+            if number in self.sources:
                 continue
             node = None if value.maker == UNKNOWN or number in self.banned else trace.nodes[value.maker]
             stays = node is not None and number in saved and node.name in self.policy.names
@@ -207,8 +215,8 @@ class Program:
                     continue
             if number in saved:  # it stays, and programs may read it
                 views = [(view, at) for at in saved[number] if (view := trace.entries[at].view) is not None]
-                view, at = max(views, key=lambda each: each[0].covered)
-                stands[number], sources[number] = view, Saved(at)
+                stands[number], self.kept[number] = max(views, key=lambda each: each[0].covered)
+                self.sources.add(number)
         return stands
 
     def _may_run(self, node: Node, stands: dict[int, View], redraw: bool) -> bool:
@@ -242,8 +250,7 @@ class Program:
         view, value = entry.view, entry.value
         if view is None:
             return None
-        source = self.sources.get(value)
-        same = type(source) is int and view == self.trace.values[value].view and not entry.by_function
+        same = value in self.inputs and view == self.trace.values[value].view and not entry.by_function
         return ExpectedTensor(
             view.dtype,
             view.size,
@@ -252,8 +259,8 @@ class Program:
             value,
             is_dropped=value in self.dropped,
             is_shared=self.uses[value] > 1,
-            is_source=source == Saved(number),
-            place=source if same else -1,  # type: ignore[arg-type]
+            is_source=self.kept.get(value) == number,
+            place=self.inputs[value] if same else -1,
         )
 
     # Parts
@@ -281,16 +288,10 @@ class Program:
             targets = self.dropped if part == WHOLE else self.parts[part]
             run, _ = self._makers(targets, present)
             steps = [self.steps[number] for number in sorted(run)]
-            mentioned = [dict.fromkeys((*(value for _, value in step.made), *step.reads)) for step in steps]
-            last = {value: place for place, values in enumerate(mentioned) for value in values}
-            held = (present | last.keys()) & self.held
+            made = (value for step in steps for _, value in step.made)
+            held = self.held.intersection((*present, *made))
             _, needed = self._makers((value for other in others for value in self.parts[other]), held)
-            stays, there, lines = {*targets, *needed}, set[int](), []
-            for place, (step, values) in enumerate(zip(steps, mentioned, strict=True)):
-                fetched = tuple(value for value in step.sources if value not in there)
-                unneeded = tuple(value for value in values if last[value] == place and value not in stays)
-                lines.append((step, fetched, unneeded))
-                there.update(fetched)
+            lines = lines_of(steps, {*targets, *needed})
             found = self._fills[part, present, others] = Fill(lines, frozenset(needed), frozenset(needed & held))
         return found
 
@@ -329,8 +330,7 @@ class Program:
         last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
         for value, number in last.items():
             _, sources = self._makers((value,), ())
-            found = [self.sources[each] for each in sources]
-            ready[value] = max([number, *(source.entry for source in found if isinstance(source, Saved))])
+            ready[value] = max([number, *(self.kept[each] for each in sources if each in self.kept)])
 
         def drop(values: Collection[int]) -> Drop:
             parts: dict[int, list[int]] = {}

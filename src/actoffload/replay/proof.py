@@ -13,7 +13,6 @@ bits of every value.  The device compares the samples when the values are made a
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
@@ -27,7 +26,7 @@ from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dis
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .policy import rules_of
-from .program import Program, Step, copy_of, on_value
+from .program import Program, Step, copy_of, lines_of, on_value
 from .trace import FunctionCall, Node, RngPosition, Value, gpu_generator, same
 
 ELEMENTS = 64  # of a sample
@@ -79,8 +78,6 @@ def rise(depth: int = 0) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.itemsize])
@@ -103,8 +100,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 # Proof behind a call
 
-Times = dict[int, tuple[StreamEvent, StreamEvent]]
-"""Events around the operators of a program, by their place in the trace."""
+Times = list[tuple[StreamEvent, StreamEvent]]
+"""Events around the operators of a program."""
 
 
 class SavedValue(Protocol):
@@ -125,48 +122,28 @@ def prove(
     `source` returns the tensor of a source, `saved` has the saved tensors by entry.  Values that are `droppable` are
     dropped if they are equal.
     """
-    entries = program.trace.entries
     real: dict[int, list[int]] = {}
     for number in saved:
-        real.setdefault(entries[number].value, []).append(number)
+        real.setdefault(program.trace.entries[number].value, []).append(number)
     banned: set[int] = set()
-
-    def compare(value: int, tensor: Tensor | None) -> Tensor | None:
-        numbers = real.get(value)
-        if numbers is None:
-            return tensor
-        first = saved[numbers[0]].tensor
-        assert first is not None
-        view = program.trace.values[value].view
-        same = (
-            tensor is not None
-            and view is not None
-            and tensor.dtype is view.dtype
-            and tensor.stride() == view.stride  # [guard: values that lie otherwise when they are made again]
-            and all(
-                (other := saved[number].tensor) is not None
-                and same_bits(other, on_value(tensor, program.reads[number]))
-                for number in numbers
-            )
-        )
-        if not same:  # [guard: values that differ when they are made again]
-            banned.add(value)
-            return _whole(first, program.trace.values[value])
-        if value in droppable:
-            for number in numbers:
-                saved[number].tensor = None
-        return tensor
-
-    def run(number: int, values: dict[int, Tensor]) -> bool:
-        step = program.steps[number]
-        operator = step.node.operator
-        if isinstance(operator, FunctionCall) or (operator is not same and rules_of(operator).foreign):
-            return _run_unknown(program, step, values, beginning)
-        program.run(step, values, beginning)
-        return True
-
+    values: dict[int, Tensor] = {}
     with below_everything:
-        _run_all(program, source, compare, run)
+        for step, sources, unneeded in lines_of([*program.steps.values()]):
+            values.update((value, source(value)) for value in sources)
+            if values.keys() >= {*step.reads}:  # the others were not made, and are not saved
+                _run(program, step, values, beginning)
+            made = {value: values.get(value) for _, value in step.made if value in real}
+            for value in unneeded:
+                values.pop(value, None)
+            for value, tensor in made.items():
+                places = [(saved[number].tensor, program.reads[number]) for number in real[value]]
+                view = program.trace.values[value].view
+                if not _same(tensor, view, places):  # [guard: values that differ when they are made again]
+                    banned.add(value)
+                    values[value] = _whole(places[0][0], view)
+                elif value in droppable:
+                    for number in real[value]:
+                        saved[number].tensor = None
     return banned
 
 
@@ -174,51 +151,18 @@ def measure(
     program: Program, source: Callable[[int], Tensor], beginning: RngPosition | None, backend: Backend
 ) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
-    times: Times = {}
-
-    def run(number: int, values: dict[int, Tensor]) -> bool:
-        begun = backend.record_timed(current_stream(backend))
-        program.run(program.steps[number], values, beginning)
-        times[number] = begun, backend.record_timed(current_stream(backend))
-        return True
-
+    times: Times = []
+    values: dict[int, Tensor] = {}
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything:
-        _run_all(program, source, lambda value, tensor: tensor, run)
+        for step, sources, unneeded in lines_of([*program.steps.values()]):
+            values.update((value, source(value)) for value in sources)
+            begun = backend.record_timed(current_stream(backend))
+            program.run(step, values, beginning)
+            times.append((begun, backend.record_timed(current_stream(backend))))
+            for value in unneeded:
+                del values[value]
     return times
-
-
-def _whole(saved: Tensor, value: Value) -> Tensor:
-    """Return the tensor that stands for a value, given a tensor that was saved of it."""
-    view = value.view
-    assert view is not None
-    found = torch.empty(0, dtype=view.dtype, device=saved.device)
-    return found.set_(saved.untyped_storage(), view.offset // view.dtype.itemsize, view.size, view.stride)
-
-
-def _run_all(
-    program: Program,
-    source: Callable[[int], Tensor],
-    compare: Callable[[int, Tensor | None], Tensor | None],
-    run: Callable[[int, dict[int, Tensor]], bool],
-) -> None:
-    """Run a whole program; free each value after its last use.  `run` returns whether it has made values."""
-    uses = Counter(value for step in program.steps.values() for value in step.reads)
-    values: dict[int, Tensor] = {}
-    missing: set[int] = set()
-    for number, step in program.steps.items():
-        values.update({value: source(value) for value in step.sources if value not in values})
-        ran = missing.isdisjoint(step.reads) and run(number, values)
-        for value in step.reads:
-            uses[value] -= 1
-            if not uses[value]:
-                values.pop(value, None)
-        for _, value in step.made:
-            found = compare(value, values.pop(value, None) if ran else None)
-            if found is None:
-                missing.add(value)
-            elif uses[value]:
-                values[value] = found
 
 
 # PyTorch makes the tensor of a state while it holds the lock of the generator and the GIL.  If a collection of garbage
@@ -232,27 +176,44 @@ def read_states(generators: Iterable[torch.Generator]) -> list[Tensor]:
         return [generator.get_state() for generator in generators]
 
 
-def _run_unknown(program: Program, step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> bool:
-    """Run a step that may draw random numbers or, as a function, write to its arguments; return if it did neither."""
-    given = {value: values[value] for value in step.reads}
-    writes = isinstance(step.node.operator, FunctionCall)
-    copies = {value: copy_of(tensor) if writes else tensor for value, tensor in given.items()}
+def _run(program: Program, step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> None:
+    """Run a step, and add what it makes to `values`, unless it draws random numbers or, as a function, writes."""
+    operator = step.node.operator
+    is_function = isinstance(operator, FunctionCall)
+    if not is_function and (operator is same or not rules_of(operator).foreign):
+        program.run(step, values, beginning)
+        return
+    copies = {value: copy_of(values[value]) if is_function else values[value] for value in step.reads}
     generators = [each for each in (torch.default_generator, gpu_generator()) if each is not None]
     states = read_states(generators)
     try:
         program.run(step, copies, beginning)
     except Exception:  # its forward needs more than an empty context has
-        return False
+        return
     finally:
         drew = not all(map(torch.equal, read_states(generators), states))
         with _one_at_a_time:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-    if drew or not all(same_bits(copies[value], tensor) for value, tensor in given.items() if writes):
+    if not drew and all(same_bits(copies[value], values[value]) for value in step.reads):
+        values.update((value, copies[value]) for _, value in step.made)
+
+
+def _same(tensor: Tensor | None, view: View | None, places: Iterable[tuple[Tensor | None, Any]]) -> bool:
+    """Return whether a value that was made again lies as `view` says, and has the bits of what was saved on it."""
+    if tensor is None or view is None or tensor.dtype is not view.dtype:
         return False
-    for _, value in step.made:
-        values[value] = copies[value]
-    return True
+    if tensor.stride() != view.stride:  # [guard: values that lie otherwise when they are made again]
+        return False
+    return all(saved is not None and same_bits(saved, on_value(tensor, read)) for saved, read in places)
+
+
+def _whole(saved: Tensor | None, view: View | None) -> Tensor:
+    """Return the tensor that stands for a value, given a tensor that was saved of it."""
+    assert saved is not None
+    assert view is not None
+    found = torch.empty(0, dtype=view.dtype, device=saved.device)
+    return found.set_(saved.untyped_storage(), view.offset // view.dtype.itemsize, view.size, view.stride)
 
 
 # Samples in later calls
