@@ -132,18 +132,19 @@ def prove(
             values.update((value, source(value)) for value in sources)
             if values.keys() >= {*step.reads}:  # the others were not made, and are not saved
                 _run(program, step, values, beginning)
-            made = {value: values.get(value) for _, value in step.made if value in real}
+            made = [value for _, value in step.made]
+            for value in {*unneeded}.difference(made):
+                values.pop(value, None)
+            for value in real.keys() & made:
+                view, entries = program.trace.values[value].view, [(saved[n], program.reads[n]) for n in real[value]]
+                if not _same(values.get(value), view, entries):  # [guard: values that differ when they are made again]
+                    banned.add(value)
+                    values[value] = _whole(entries[0][0].tensor, view)
+                elif value in droppable:
+                    for entry, _ in entries:
+                        entry.tensor = None
             for value in unneeded:
                 values.pop(value, None)
-            for value, tensor in made.items():
-                places = [(saved[number].tensor, program.reads[number]) for number in real[value]]
-                view = program.trace.values[value].view
-                if not _same(tensor, view, places):  # [guard: values that differ when they are made again]
-                    banned.add(value)
-                    values[value] = _whole(places[0][0], view)
-                elif value in droppable:
-                    for number in real[value]:
-                        saved[number].tensor = None
     return banned
 
 
@@ -199,19 +200,17 @@ def _run(program: Program, step: Step, values: dict[int, Tensor], beginning: Rng
         values.update((value, copies[value]) for _, value in step.made)
 
 
-def _same(tensor: Tensor | None, view: View | None, places: Iterable[tuple[Tensor | None, Any]]) -> bool:
+def _same(tensor: Tensor | None, view: View | None, entries: Iterable[tuple[SavedValue, Any]]) -> bool:
     """Return whether a value that was made again lies as `view` says, and has the bits of what was saved on it."""
     if tensor is None or view is None or tensor.dtype is not view.dtype:
         return False
     if tensor.stride() != view.stride:  # [guard: values that lie otherwise when they are made again]
         return False
-    return all(saved is not None and same_bits(saved, on_value(tensor, read)) for saved, read in places)
+    return all(same_bits(saved.tensor, on_value(tensor, read)) for saved, read in entries if saved.tensor is not None)
 
 
-def _whole(saved: Tensor | None, view: View | None) -> Tensor:
+def _whole(saved: Any, view: Any) -> Tensor:
     """Return the tensor that stands for a value, given a tensor that was saved of it."""
-    assert saved is not None
-    assert view is not None
     found = torch.empty(0, dtype=view.dtype, device=saved.device)
     return found.set_(saved.untyped_storage(), view.offset // view.dtype.itemsize, view.size, view.stride)
 
