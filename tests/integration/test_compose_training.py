@@ -155,20 +155,6 @@ def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
 
 
 @pytest.mark.usefixtures("place", "way")
-def test_a_retained_graph():
-    times = 3
-
-    def loop(model: Net) -> list[Tensor]:
-        loss = model(batch()).square().sum()
-        for k in range(times):
-            loss.backward(retain_graph=k + 1 < times)
-        return gradients(model)
-
-    statistics = both(training(lambda: Net(dropping), loop)).statistics()
-    assert statistics.bytes_reloaded == times * statistics.bytes_offloaded
-
-
-@pytest.mark.usefixtures("place", "way")
 def test_a_gradient_penalty():
     """With a gradient with respect to the input, with a graph of its own, and the gradient of that."""
 
@@ -181,22 +167,6 @@ def test_a_gradient_penalty():
     statistics = both(training(lambda: Net(Mlp), each_step(loss))).statistics()
     assert statistics.passes == STEPS
     assert statistics.bytes_reloaded >= 2 * statistics.bytes_offloaded
-
-
-class Forces(Mlp):
-    """A block that returns forces: what its own backward saves belongs to it too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = super().forward(x).square().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return x + 1e-2 * force
-
-
-@pytest.mark.usefixtures("place", "way")
-def test_a_gradient_inside_of_the_forward():
-    statistics = both(training(lambda: Net(Forces))).statistics()
-    assert statistics.passes == STEPS
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
 @pytest.mark.parametrize("how", ["by keyword", "in a list"])

@@ -1,7 +1,6 @@
 """Which plans are tried after others, from what all ranks know: no rank stays above its limit."""
 
 from collections.abc import Generator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,18 +69,6 @@ def test_plans_that_fit_win_over_faster_ones(over):
     assert [plan.saves for plan in kept] == [plan.saves for plan in fitting]
 
 
-@pytest.mark.parametrize(("seconds", "is_kept"), [(98.0, False), (96.0, True)])
-def test_whole_replay_is_kept_where_it_is_faster_than_times_scatter(seconds, is_kept):
-    known = [replace(each, limit=3000) for each in measured(1e4)]
-    script = Judge(known).judge()
-    plans, whole = next(script), script.send((100.0, 0, 0))
-    with pytest.raises(StopIteration) as end:
-        script.send((seconds, 0, 0))
-    kept = end.value.value
-    assert [plan.work for plan in kept] == [plan.work for plan in (whole if is_kept else plans)]
-    assert ("Every group is recomputed" if is_kept else "Recomputing every group") in kept[0].because
-
-
 # Copies of a stage
 
 
@@ -97,8 +84,3 @@ def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first
     assert [each.rank for each in found] == [0, 1, 2]
     assert [each.link.d2h - 1e9 for each in found] == [0, 1, 2]
     assert agreed([first, [*second[:2], None]]) is None
-
-
-def test_plans_are_made_for_the_slowest_link_of_all_ranks():
-    links = [Link(1e9, 3e9, both=2e9), Link(2e9, 2e9), Link(3e9, 4e9, both=4e9)]
-    assert Link.slowest(links) == Link(1e9, 2e9, both=2e9)

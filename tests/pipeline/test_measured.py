@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
-from pipeline_programs import MIN_BYTES, SPLIT, Computing, Skipping, Stopping, block_bytes, make, train
+from pipeline_programs import SPLIT, Skipping, Stopping, make
 from timed_device import Timed, TimedBlock
 from torch import Tensor, nn
 
@@ -253,27 +252,6 @@ def test_exceptions_while_steps_are_measured():
     assert not handle.settling
     assert handle.plan.saves
     assert handle.report().peak_resident_bytes <= 8 * SAVED
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
-    def module(stage: int) -> nn.Module:
-        return nn.Sequential(*(Computing() for _ in range(BLOCKS)))
-
-    want = train(*make(name, module=module), 9)
-    device = Timed(block_bytes() / 8, block_bytes() / 8, memory=2**30)
-    monkeypatch.setattr(Computing, "device", device)
-    schedule, modules = make(name, module=module)
-    with use(device):
-        handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(0.8 * BLOCKS * block_bytes()))
-    got = train(schedule, modules, 9)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    assert handle.plan.saves
-    statistics = handle.statistics()
-    assert statistics.resident_bytes == statistics.host_bytes_used == 0
-    handle.reset_statistics()
-    train(schedule, modules, 1)
-    assert handle.statistics().reloaded_on_demand == 0
 
 
 def test_a_new_plan_that_cannot_be_made(monkeypatch):
