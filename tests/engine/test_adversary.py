@@ -13,7 +13,7 @@ from adversary.harness import check, execute, scaled_down, trial
 from adversary.layers import Layers, numbers, saving
 from adversary.models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH
 from adversary.orders import Mode
-from adversary.programs import Backward, Forward, Program, programs
+from adversary.programs import Backward, Forward, Program, layers, programs
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -52,7 +52,7 @@ def _scaled_down() -> Iterator[None]:
 @pytest.mark.parametrize("offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "groups"])
 def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
     steps = [Forward(0), Forward(1), Backward(0, retain=True), Backward(1), Backward(0)]
-    program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], offload, steps)
+    program = Program(layers([kind], ["linear", kind], [kind], ["chunk", kind]), offload, steps)
     expected, _ = execute(program, None)
     for mode in ("late", "early", "random"):
         _, statistics = trial(program, expected, 1, mode)

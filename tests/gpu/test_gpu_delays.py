@@ -11,8 +11,8 @@ import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from adversary.harness import scaled_down
-from adversary.trees import ModelRun, TreeProgram, tree_programs
+from adversary import harness
+from adversary.programs import Program, programs_of_models
 from gpu_harness import (
     DEVICE,
     WIDTH,
@@ -99,10 +99,10 @@ def test_delays(way: str, passes: Callable[..., list[Tensor]], lanes: tuple[str,
     assert statistics.resident_bytes == 0
 
 
-class AcceleratorRun(ModelRun):
+class AcceleratorRun(harness.Run):
     """A program of random modules, whose streams are those of the accelerator."""
 
-    def __init__(self, program: TreeProgram, offloads: bool) -> None:
+    def __init__(self, program: Program, offloads: bool) -> None:
         super().__init__(program, None)
         if offloads:
             self._open(None)
@@ -117,9 +117,9 @@ def test_random_models(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None
     delayed, reloaded = Delayed(d2h=LONGEST, h2d=LONGEST, compute=LONGEST // 4), []
 
     @settings(max_examples=30)
-    @given(tree_programs(recompute=recompute))
-    def check(program: TreeProgram) -> None:
-        with scaled_down(), use(delayed), warnings.catch_warnings():
+    @given(programs_of_models(recompute=recompute))
+    def check(program: Program) -> None:
+        with harness.scaled_down(), use(delayed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # windows of one group; host memory that is exhausted on purpose
             want = AcceleratorRun(program, False).go()
             run = AcceleratorRun(program, True)

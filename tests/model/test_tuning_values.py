@@ -12,7 +12,7 @@ import pytest
 import torch
 from adversary.device import AdversarialDevice
 from adversary.harness import check, execute, scaled_down, trial
-from adversary.trees import ModelRun, TreeProgram, tree_programs
+from adversary.programs import Program, programs_of_models
 from helpers import no_gc, nothing_held
 from hypothesis import given, settings
 from plan_calls import copied
@@ -236,24 +236,24 @@ SEEDS = 4  # with the last one, steps are recorded
 
 @pytest.mark.parametrize(
     ("streams", "recompute", "examples"),
-    [(False, False, 8), (True, False, 12), (False, True, 6), (True, True, 6)],
+    [(False, False, 8), (True, False, 12), (False, True, 10), (True, True, 8)],
     ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
 )
 def test_random_models_in_random_orders(streams, recompute, examples):
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples)
-    @given(tree_programs(streams=streams, recompute=recompute))
-    def orders_of(program: TreeProgram) -> None:
-        expected, _ = execute(program, None, kind=ModelRun)
+    @given(programs_of_models(streams=streams, recompute=recompute))
+    def orders_of(program: Program) -> None:
+        expected, _ = execute(program, None)
         for seed in range(SEEDS):
-            _, statistics = trial(program, expected, seed, kind=ModelRun)
+            _, statistics = trial(program, expected, seed)
             seen["offloaded"] += statistics.tensors_offloaded
             seen["ahead"] += statistics.reloaded_ahead
             for reason, count in statistics.tensors_kept.items():
                 seen[reason.name] += count
         for mode in ("late", "early"):
-            trial(program, expected, 0, mode, ModelRun)
+            trial(program, expected, 0, mode)
 
     orders_of()
     # The drawn programs cover every reason.

@@ -1,16 +1,22 @@
 """Run a program with offloading on the adversarial device and without, and compare."""
 
+from __future__ import annotations
+
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import helpers
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload.context import OffloadContext
@@ -25,7 +31,7 @@ from actoffload.schedule.plan import Plan
 from .device import AdversarialDevice
 from .models import DEVICE_KINDS, KINDS, LEAST, ROWS, STREAM_KINDS, WIDTH, weights
 from .orders import Mode
-from .programs import Backward, Drop, Forward, Validate
+from .programs import Backward, Drop, Forward, Node, Program, Validate
 
 LAYERS = {**KINDS, **STREAM_KINDS, **DEVICE_KINDS}
 
@@ -62,17 +68,70 @@ class InjectedError(Exception):
     """The error that a program raises on purpose."""
 
 
+class Module(nn.Module):
+    """The module of a node."""
+
+    def __init__(self, node: Node, numbers: Iterator[int], env: Run, roles: dict[str, list[nn.Module]]) -> None:
+        super().__init__()
+        self.number, self.node, self.env = next(numbers), node, env
+        roles.setdefault(node.role, []).append(self)
+        self.inner, self.weights = nn.ModuleList(), nn.ParameterList()
+        self.order: list[Any] = []
+        for part in node.parts:
+            if isinstance(part, Node):
+                self.inner.append(Module(part, numbers, env, roles))
+                self.order.append(self.inner[-1].run)
+            else:
+                self.weights.append(nn.Parameter(weights(len(self.weights) + 1)[-1]))
+                self.order.append(partial(self.compute, LAYERS[part], len(self.weights) - 1))
+
+    def compute(self, operation: Any, number: int, x: Tensor) -> Tensor:
+        result: Tensor = operation(self.env, x, self.weights[number])
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.order:
+            x = part(x)
+        return x
+
+    def run(self, x: Tensor) -> Tensor:
+        """Call this module as often as its node says, or not at all if the forward skips it."""
+        for _ in range(0 if self.number in self.env.step_of_forward.without else self.node.times):
+            if self.node.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(self, x, use_reentrant=self.env.program.reentrant, preserve_rng_state=False)
+            else:
+                x = self(x)
+        return x
+
+
+class Model(Module):
+    """The outermost module, whose parts are the layers of a context."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.env.step_of_forward
+        for number, part in enumerate(self.order):
+            with self.env.around:
+                x = part(x)
+                if step.raises and step.stop == number:
+                    raise InjectedError
+            x = self.env.layer_done(x)
+            if step.stop == number:
+                break
+        return x
+
+
 class Run:
     """One run of a program, on `device`; without offloading if that is None."""
 
-    def __init__(self, program: Any, device: AdversarialDevice | None, seed: int = 0) -> None:
+    def __init__(self, program: Program, device: AdversarialDevice | None, seed: int = 0) -> None:
         self.program = program
         self.device = device
         self.random = random.Random(seed)
         # After an exception in a backward on the CPU, the queue of autograd keeps the nodes that were ready until a
         # later backward pops them.  This node is older than all others, so its backward pops all of them.
         self.oldest = torch.ones(1, requires_grad=True) * 1.0
-        self.context: Any = nullcontext()
+        self.context: Any = None
+        self.around: Any = nullcontext()
         self.sync: Callable[[Tensor], Tensor] = lambda x: x
         self.controller: Any = None
         self.inputs: list[Tensor] = []
@@ -80,46 +139,50 @@ class Run:
         self.passes: dict[int, Pass] = {}
         self.seen: list[Tensor] = []
         self.failing = False
+        self.step_of_forward = Forward(-1)
         # What the layers of one pass share apart from inputs and outputs, and how many `part` operations it had.
         self.state: dict[str, Tensor] = {}
         self.parts = 0
-        self._build()
+        self.roles: dict[str, list[nn.Module]] = {}
+        self.model = Model(program.model, count(), weakref.proxy(self), self.roles).to(helpers.PLACE)
         if device is not None:
             self._side = device.side_stream()
             self._open(device)
 
-    def _build(self) -> None:
-        self.weights = [w.requires_grad_() for w in weights(sum(map(len, self.program.layers)))]
-
     def _open(self, device: AdversarialDevice) -> None:
-        count, program = len(self.program.layers), self.program
+        number, program = len(self.program.model.parts), self.program
+        if isinstance(program.offload, dict):
+            kept, groups = (self.roles.get(role, []) for role in ("kept", "group"))
+            given = {"layers": groups, "keep": kept, "min_bytes": 4 * LEAST, **program.offload}
+            try:
+                self.context = actoffload.offload(self.model, **given)
+            except ValueError:  # there are not so many groups of any kind
+                self.context = actoffload.offload(self.model, **{**given, "num_layers": None})
+            return
         if program.offload is None:
             stream: Any = device.new_stream(torch.device("cpu")) if program.one_stream else None
             self.context, self.sync, self.controller = actoffload.get_cpu_offload_context(
-                True, 1, count, manual_synchronization=True, offload_stream=stream, max_host_bytes=program.limit
+                True, 1, number, manual_synchronization=True, offload_stream=stream, max_host_bytes=program.limit
             )
         elif isinstance(program.offload, Plan):
             self.context = OffloadContext(Engine(program.offload, device, program.limit))
             self.sync = self.context.synchronize
         else:
             self.context, self.sync = actoffload.get_cpu_offload_context(
-                True, program.offload, count, max_host_bytes=program.limit
+                True, program.offload, number, max_host_bytes=program.limit
             )
+        self.around = self.context
 
     def recording(self) -> AbstractContextManager[Any]:
         """Record a timeline in a ``with`` block."""
-        recording: AbstractContextManager[Any] = self.context.record_timeline()
+        whole = isinstance(self.program.offload, dict)
+        recording: AbstractContextManager[Any] = self.context.recording() if whole else self.context.record_timeline()
         return recording
 
     @property
     def leaves(self) -> list[Tensor]:
         """All tensors that get gradients."""
-        return [*self.weights, *self.inputs]
-
-    @staticmethod
-    def count(program: Any) -> int | None:
-        """Return the number of passes of a program, or None if it is not known."""
-        return sum(isinstance(step, Forward | Validate) for step in program.steps)
+        return [*self.model.parameters(), *self.inputs]
 
     # What layers call
 
@@ -172,23 +235,12 @@ class Run:
         return x
 
     def forward(self, step: Forward | Validate) -> Tensor:
-        index = 0
-        x = self.begin(isinstance(step, Forward))
-        if self.device is not None and self._unfinished():
+        x = self.begin(isinstance(step, Forward)) * 1.0
+        self.step_of_forward = step if isinstance(step, Forward) else Forward(-1)
+        if self.around is self.context and self._unfinished():
             self.context.new_pass()
         try:
-            for number, kinds in enumerate(self.program.layers):
-                with self.context:
-                    for kind in kinds:
-                        x = LAYERS[kind](self, x, self.weights[index])
-                        index += 1
-                    if isinstance(step, Forward) and step.raises and step.stop == number:
-                        raise InjectedError
-                x = self.sync(x)
-                if isinstance(step, Forward):
-                    self._layer_done(step.run, x)
-                    if step.stop == number:
-                        break
+            x = Model.forward(self.model, x) if self.step_of_forward.loop else self.model(x)
             return x + self.state["forked"] if "forked" in self.state else x
         finally:
             self.crossing()
@@ -198,12 +250,15 @@ class Run:
         current = self.context.current_pass
         return current is not None and bool(self.outputs) and current.open
 
-    def _layer_done(self, run: int, x: Tensor) -> None:
-        if self.controller is not None:
-            self.passes[run] = self.context.current_pass
+    def layer_done(self, x: Tensor) -> Tensor:
+        """Synchronize a layer of a context; return its output."""
+        x = self.sync(x)
+        if self.controller is not None and self.step_of_forward.run >= 0:
+            self.passes[self.step_of_forward.run] = self.context.current_pass
             if x.requires_grad:
                 x.register_hook(lambda grad: self.manual())
             self.manual()
+        return x
 
     def backward(self, step: Backward) -> None:
         output = self.outputs[step.run]
@@ -269,15 +324,13 @@ class Run:
                 self.seen.append(self.forward(step).clone())
 
 
-def execute(
-    program: Any, device: AdversarialDevice | None, seed: int = 0, kind: type[Run] = Run
-) -> tuple[list[Tensor], Any]:
-    """Run a program; return its outputs and gradients, and its context."""
+def execute(program: Program, device: AdversarialDevice | None, seed: int = 0) -> tuple[list[Tensor], Any]:
+    """Run a program; return its outputs and gradients, and its context or handle."""
     if device is None:
-        return kind(program, None, 0).go(), None
+        return Run(program, None).go(), None
     with use(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # windows of one layer; host memory that is exhausted on purpose
-        run = kind(program, device, seed)
+        run = Run(program, device, seed)
         with run.recording() if seed % 4 == 3 else nullcontext():  # recording adds waits of its own
             return run.go(), run.context
 
@@ -289,7 +342,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def trial(
-    program: Any, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run, batch: int = 0
+    program: Program, expected: list[Tensor], seed: int, mode: Mode = "random", batch: int = 0
 ) -> tuple[Any, Any]:
     """Run a program in one order and check the result; return the order and the statistics."""
     device = AdversarialDevice(seed, mode)
@@ -298,12 +351,13 @@ def trial(
     was_enabled = gc.isenabled()
     gc.disable()  # memory must be freed without the collector
     try:
-        got, context = execute(program, device, seed, kind)
+        got, context = execute(program, device, seed)
         statistics = check(device, context)
     finally:
         if was_enabled:
             gc.enable()
-    assert kind.count(program) in (None, statistics.passes)
+    if not isinstance(program.offload, dict):
+        assert statistics.passes == sum(isinstance(step, Forward | Validate) for step in program.steps)
     assert same(got, expected), f"gradients differ from the run without offloading: {program}, seed {seed}, {mode}"
     return tuple(device.orders.trace), statistics
 
