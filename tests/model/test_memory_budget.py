@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from timed_device import RotaryModel, Timed, TimedModel, Work, offload, peaks, seconds, settle, started, step
+from timed_device import RotaryModel, Timed, TimedModel, offload, peaks, seconds, settle, started, step
 from torch import nn
+from virtual_time import Work
 
 import actoffload
 from actoffload._arguments import budget_bytes

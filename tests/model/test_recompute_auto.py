@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 from plan_calls import copied
-from timed_device import TimedModel, Work, peaks, seconds, settle, stages, started, step
+from timed_device import TimedModel, peaks, seconds, settle, stages, started, step
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
+from virtual_time import Work
 from whole_model import Waves, measured
 
 import actoffload

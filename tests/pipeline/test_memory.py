@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from pipeline_programs import SPLIT, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from virtual_time import Work
 
 from actoffload import PipelineHandle, offload
 from actoffload.device import ReferenceDevice, use
@@ -20,23 +21,8 @@ STEPS = 12
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
-class Compute(torch.autograd.Function):
-    """Takes virtual seconds in the forward, also where it is recomputed, and twice as many in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, device: ReferenceDevice) -> Tensor:
-        device.compute(0.010)
-        ctx.device = device
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.device.compute(0.020)
-        return grads[0], None
-
-
 class Block(nn.Module):
-    """A gated MLP behind a norm, with a residual connection; gradients beside what it saves."""
+    """A gated MLP behind a norm and 10 ms of compute, also where it is recomputed; backward takes twice as long."""
 
     def __init__(self, device: ReferenceDevice) -> None:
         super().__init__()
@@ -45,7 +31,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(Compute.apply(x, self.device))
+        h = self.norm(Work.apply(x, self.device, (0.010, 0.020)))
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from virtual_time import Timed
+from virtual_time import TimedLayer
 from whole_model import UNIT, Transformer, Waves, data, offload
 
 from actoffload.device import ReferenceDevice
@@ -28,7 +28,7 @@ class Slow(Waves):
 
     def __init__(self) -> None:
         self.device = Clock(512.0, 512.0)
-        super().__init__(8, lambda: Timed(self.device))
+        super().__init__(8, lambda: TimedLayer(self.device))
 
 
 def followed(make: Make, options: dict[str, Any]) -> Report:

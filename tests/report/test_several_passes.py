@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import forward, make, min_elements
 from torch import nn
-from virtual_time import PIECE, Timed, layer_of
+from virtual_time import PIECE, TimedLayer, layer_of
 from whole_model import WIDTH, Caching, Waves, offload
 
 import actoffload
@@ -25,9 +25,9 @@ class Model(nn.Module):
 
     def __init__(self, device: ReferenceDevice) -> None:
         super().__init__()
-        self.stem = Timed(device, 0.0, 16.0)
-        self.blocks = nn.ModuleList([Timed(device, 1.0, 2.0) for _ in range(5)])
-        self.head = Timed(device, 0.0, 8.0)
+        self.stem = TimedLayer(device, 0.0, 16.0)
+        self.blocks = nn.ModuleList([TimedLayer(device, 1.0, 2.0) for _ in range(5)])
+        self.head = TimedLayer(device, 0.0, 8.0)
 
     def forward(self, x):
         x = self.stem(x)

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
+from virtual_time import Work
 from whole_model import nothing_installed
 
 import actoffload
@@ -111,22 +112,6 @@ class Timed(ReferenceDevice):
     def forget_peak(self) -> None:
         """Look for the peak from here on."""
         self.highest, self.created.peak = 0, self.created.now
-
-
-class Work(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, device: Timed, seconds: tuple[float, float], nbytes: int) -> Tensor:
-        device.compute(seconds[0])
-        ctx.device, ctx.seconds = device, seconds[1]
-        ctx.save_for_backward(device.count(torch.zeros(nbytes // 4)))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (saved,) = ctx.saved_tensors
-        assert saved.dtype is torch.float32
-        ctx.device.compute(ctx.seconds)
-        return grad, None, None, None
 
 
 class TimedBlock(nn.Module):

@@ -12,29 +12,32 @@ from actoffload.schedule import Kind, LayerCost, Link, Plan, Saved, Simulation, 
 
 
 class Work(torch.autograd.Function):
-    """Computes for a while in forward and in backward, and may save one tensor in between."""
+    """Computes for a while in forward and in backward, and saves tensors of some sizes when forward ends.
+
+    A device that counts its memory is given the tensors.
+    """
 
     @staticmethod
-    def forward(ctx, x, device, before, behind, payload):
-        device.compute(before)
-        if payload is not None:
-            ctx.save_for_backward(payload)
-        ctx.device, ctx.behind = device, behind
-        return x.view_as(x)
+    def forward(ctx, x, device, seconds, *sizes):
+        device.compute(seconds[0])
+        ctx.device, ctx.seconds = device, seconds[1]
+        saved = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
+        ctx.save_for_backward(*map(getattr(device, "count", lambda tensor: tensor), saved))
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        for tensor in ctx.saved_tensors:  # waits for it
-            assert tensor.dtype is torch.uint8
-        ctx.device.compute(ctx.behind)
-        return grad, None, None, None, None
+        saved = ctx.saved_tensors  # waits for all of them
+        assert all(tensor.dtype is torch.uint8 for tensor in saved)
+        ctx.device.compute(ctx.seconds)
+        return grad, *[None] * (2 + len(saved))
 
 
 PIECE = 1024
-"""Bytes that a `Timed` saves."""
+"""Bytes that a `TimedLayer` saves."""
 
 
-class Timed(nn.Module):
+class TimedLayer(nn.Module):
     """Computes for some virtual seconds forward and backward, and saves one tensor."""
 
     def __init__(self, device: ReferenceDevice, forward: float = 1.0, backward: float = 1.0) -> None:
@@ -43,24 +46,7 @@ class Timed(nn.Module):
         self.device, self.seconds = device, (forward, backward)
 
     def forward(self, x):
-        return Work.apply(x * self.scale, self.device, *self.seconds, torch.ones(PIECE, dtype=torch.uint8))
-
-
-class WorkAtOnce(torch.autograd.Function):
-    """Computes, and saves all its tensors when forward ends, as a compiled layer does."""
-
-    @staticmethod
-    def forward(ctx, x, device, cost, *payloads):
-        device.compute(cost.forward)
-        ctx.save_for_backward(*payloads)
-        ctx.device, ctx.cost = device, cost
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert all(tensor.dtype is torch.uint8 for tensor in ctx.saved_tensors)  # waits for all of them
-        ctx.device.compute(ctx.cost.backward)
-        return grad, *[None] * (2 + len(ctx.cost.saved))
+        return Work.apply(x * self.scale, self.device, self.seconds, PIECE)
 
 
 def layer_of(cost: LayerCost, device: ReferenceDevice):
@@ -68,20 +54,18 @@ def layer_of(cost: LayerCost, device: ReferenceDevice):
     if cost.unpacks_at_once:
         assert all(saved.saved_at == 1.0 for saved in cost.saved)
         sizes = [saved.nbytes for saved in cost.saved]
-        payloads = [torch.full((nbytes,), k % 251, dtype=torch.uint8) for k, nbytes in enumerate(sizes)]
-        return lambda x: WorkAtOnce.apply(x, device, cost, *payloads)
+        return lambda x: Work.apply(x, device, (cost.forward, cost.backward), *sizes)
     saved_at = [saved.saved_at * cost.forward for saved in cost.saved]
     needed_at = [saved.needed_at * cost.backward for saved in cost.saved]
 
     def layer(x):
         forward_done, needed_next = 0.0, [cost.backward, *needed_at]
         for k, saved in enumerate(cost.saved):
-            payload = torch.full((saved.nbytes,), k % 251, dtype=torch.uint8)
             behind = needed_next[k] - needed_at[k]  # until the tensor that was saved before is needed
-            x = Work.apply(x, device, saved_at[k] - forward_done, behind, payload)
+            x = Work.apply(x, device, (saved_at[k] - forward_done, behind), saved.nbytes)
             forward_done = saved_at[k]
         head = needed_at[-1] if cost.saved else cost.backward
-        return Work.apply(x, device, cost.forward - forward_done, head, None)
+        return Work.apply(x, device, (cost.forward - forward_done, head))
 
     return layer
 
@@ -96,7 +80,7 @@ def run(context, sync, device, costs, *, after=lambda k, x: None) -> tuple[Timel
             x = sync(x)
             after(k, x)
             if cost.gap_backward:
-                x = Work.apply(x, device, 0.0, cost.gap_backward, None)
+                x = Work.apply(x, device, (0.0, cost.gap_backward))
         x.backward()
         del x
     return recorder.timeline(), context.statistics(), device.main.now
