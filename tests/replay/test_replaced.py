@@ -13,7 +13,7 @@ from recomputing import WIDTH, Net, batch, check, ways
 from torch import nn
 from torch.func import functional_call
 
-from actoffload.replay.keys import Attributes
+from actoffload.model.replays import Attributes
 from actoffload.replay.tracer import Tracer
 
 STEPS = 6

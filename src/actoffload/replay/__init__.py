@@ -1,16 +1,14 @@
 """Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
 
 from .call import FollowingCall, Remake, TracedCall
-from .keys import Attributes, describe
 from .policy import Policy, PolicyArgument, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm, Times, measure
-from .trace import FunctionCall, Trace, Weight, same
+from .trace import FunctionCall, Trace, same
 from .tracer import Tracer, remove_tracers
 
 __all__ = [
     "Alarm",
-    "Attributes",
     "FollowingCall",
     "FunctionCall",
     "Policy",
@@ -21,8 +19,6 @@ __all__ = [
     "Trace",
     "TracedCall",
     "Tracer",
-    "Weight",
-    "describe",
     "everything",
     "measure",
     "names_of",
