@@ -243,7 +243,7 @@ class OffloadContext(ContextDecorator):
 
     def trim(self) -> int:
         """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
-        return self._engine.trim()
+        return self._engine.fit()
 
     def close(self) -> None:
         """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.

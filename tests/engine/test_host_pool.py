@@ -2,14 +2,13 @@
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
 from actoffload.device.base import StreamPosition
-from actoffload.engine.host_pool import GRANULE, FreeSegments, HostBuffer, HostPool, Segment
+from actoffload.engine.host_pool import HostBuffer, HostPool
 
 KIB, MIB = 2**10, 2**20
 
@@ -48,18 +47,50 @@ def whole(buffer: HostBuffer, nbytes: int) -> None:
     assert all(part.data_ptr() % 64 == 0 for part in buffer.parts)
 
 
-def test_slabs_that_are_allocated_ahead():
-    device = Counting(room=14 * MIB)
+def test_memory_is_taken_ahead_and_what_is_too_much_is_freed():
+    device = Counting(room=64 * MIB)
     pool = HostPool(device)
-    pool.fill(6 * MIB)
-    assert device.slabs == [4 * MIB, 2 * MIB]
-    whole(pool.take(5 * MIB), 5 * MIB)
-    assert pool.bytes_held == 6 * MIB
-    pool.fill(6 * MIB + GRANULE - 1)
-    HostPool(device, max_bytes=4 * MIB).fill(6 * MIB)
-    assert device.slabs == [4 * MIB, 2 * MIB]
-    pool.fill(32 * MIB)
-    assert device.slabs == [4 * MIB, 2 * MIB, 8 * MIB], "the system has no more"
+    kept, other = pool.take(2 * MIB), pool.take(6 * MIB)
+    pool.give_back(other, ())
+    assert pool.fit(24 * MIB, grow=True) == 0
+    assert device.slabs == [2 * MIB, 6 * MIB, 16 * MIB]
+    large = pool.take(20 * MIB)
+    whole(large, 20 * MIB)  # across the end of a slab
+    assert pool.bytes_held == 24 * MIB
+    pool.give_back(large, ())
+    assert pool.fit(18 * MIB) == 6 * MIB
+    assert pool.fit(13 * MIB) == 16 * MIB
+    assert pool.bytes_held == pool.bytes_taken == 2 * MIB
+    assert disjoint([kept, *(pool.take(size * MIB) for size in (6, 5))])
+    limited = HostPool(Counting(), max_bytes=5 * MIB)
+    limited.fit(6 * MIB, grow=True)
+    assert limited.bytes_held == 5 * MIB
+    assert pool.fit(2**40, grow=True) == 0, "the system has no more"
+
+
+def test_memory_doubles_until_it_is_known_how_much_is_needed():
+    device = Counting()
+    pool = HostPool(device, max_bytes=900 * MIB)
+    pool.doubling = True
+    buffers = [pool.take(20 * MIB) for _ in range(14)]
+    assert disjoint(buffers)
+    assert device.slabs == [64 * MIB, 64 * MIB, 128 * MIB, 256 * MIB]
+    buffers += [pool.take(100 * MIB) for _ in range(3)]
+    assert device.slabs[4:] == [68 * MIB], "as much again is above the limit"
+    for buffer in buffers:
+        pool.give_back(buffer, ())
+    pool.fit(280 * MIB, grow=True)
+    assert pool.bytes_held == 280 * MIB
+    pool.take(282 * MIB)
+    assert pool.bytes_held == 288 * MIB, "a little more than is missing"
+
+
+def test_slabs_where_the_allocator_takes_powers_of_two():
+    device = Counting()
+    device.powers_of_two = True
+    pool = HostPool(device)
+    whole(pool.take(13 * MIB), 13 * MIB)
+    assert device.slabs == [8 * MIB, 4 * MIB, 2 * MIB]
 
 
 def test_a_buffer_is_reused():
@@ -76,7 +107,7 @@ def test_a_buffer_is_reused():
     assert pool.high_water == pool.bytes_taken == 5 * MIB
 
 
-def test_two_freed_buffers_make_one_larger_and_their_fences_merge():
+def test_freed_buffers_make_one_larger_and_their_fences_merge():
     device = Counting()
     pool = HostPool(device)
     buffers = [pool.take(2 * MIB) for _ in range(4)]
@@ -178,19 +209,19 @@ def test_any_use_keeps_buffers_apart(data):
     assert pool.bytes_taken == 0
 
 
-def test_a_whole_buffer_is_one_part_although_one_of_several_parts_is_free():
+def test_a_whole_buffer_is_one_part():
     pool = HostPool(Counting())
-    buffer = pool.take(6 * MIB)
-    assert len(buffer.parts) == 2  # on slabs of 4 and 2 MiB
-    pool.give_back(buffer, ())
-    assert len(pool.take(6 * MIB, whole=True).parts) == 1
-
-
-@pytest.mark.parametrize(("nbytes", "slab"), [(4 * MIB, 4 * MIB), (4 * MIB + 1, 8 * MIB), (5, 2 * MIB)])
-def test_the_slab_of_a_whole_buffer_is_the_next_power_of_two(nbytes, slab):
-    pool = HostPool(Counting())
-    whole(pool.take(nbytes, whole=True), nbytes)
-    assert pool.bytes_held == slab
+    small = [pool.take(2 * MIB), pool.take(2 * MIB)]
+    for buffer in small:
+        pool.give_back(buffer, ())
+    parted = pool.take(4 * MIB)
+    assert len(parted.parts) == 2
+    pool.give_back(parted, ())
+    one = pool.take(4 * MIB, whole=True)
+    assert len(one.parts) == 1
+    assert pool.bytes_held == 8 * MIB
+    pool.give_back(one, ())
+    assert pool.take(4 * MIB, whole=True) is one
 
 
 def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
@@ -231,14 +262,3 @@ def test_a_request_that_failed_is_made_again_when_memory_was_given_back():
     assert pool.take(6 * MIB) is not None
     assert attempts == [4 * MIB, 2 * MIB]
     assert pool.take(2 * MIB) is not None
-
-
-@pytest.mark.parametrize("last", range(3))
-def test_joined_segments_are_free_after_the_fences_of_all(last: int) -> None:
-    free = FreeSegments()
-    parts = [Segment(0, k * KIB, (k + 1) * KIB, (mark(k + 1, lane=k),)) for k in range(3)]
-    for part in (*parts[:last], *parts[last + 1 :], parts[last]):
-        free.insert(part)
-    (joined,) = free.segments
-    assert joined[:3] == (0, 0, 3 * KIB)
-    assert sorted(position.lane for position in joined.fence) == [0, 1, 2]

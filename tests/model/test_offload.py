@@ -77,7 +77,6 @@ def test_min_bytes_is_a_mebibyte_unless_told():
 @pytest.mark.parametrize("limit", [0, UNIT, 3 * UNIT])
 def test_max_host_bytes(limit, monkeypatch):
     monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
     with pytest.warns(HostMemoryWarning) as caught:
         _, statistics = agrees(Waves(6), max_host_bytes=limit)
     lines = [warning.filename for warning in caught if warning.category is HostMemoryWarning]

@@ -126,7 +126,6 @@ def test_what_a_kept_group_saved_before_is_not_copied_in_vain():
 
 def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):
     monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
     with pytest.warns(actoffload.HostMemoryWarning):
         handle, report = reported(Inside(6), max_host_bytes=4 * UNIT)
     missing = handle.statistics().bytes_kept[Reason.HOST_FULL]

@@ -64,9 +64,10 @@ def test_the_host_memory_of_a_plan_is_pinned_before_its_first_pass():
     device.empty_host = empty_host
     assert stages(handle, lambda: step(model), 6) == [*FIRST, "PLAN", "PLAN", "", ""]
     passes = begun.index("PLAN")
-    assert [nbytes // MIB for before, nbytes in pinned if before == passes] == [16, 4, 2]
+    assert [nbytes // MIB for before, nbytes in pinned if before < passes] == [64], "not known yet"
+    assert len([nbytes for before, nbytes in pinned if before == passes]) == 1
     assert sum(nbytes for before, nbytes in pinned if before > passes) <= GRANULE  # what gaps of slabs leave unused
-    assert handle.plan.offloaded_bytes <= sum(nbytes for _, nbytes in pinned) <= handle.plan.offloaded_bytes + 2 * MIB
+    assert handle.plan.offloaded_bytes <= handle.statistics().host_bytes <= handle.plan.offloaded_bytes + 2 * MIB
 
 
 @pytest.mark.parametrize("recompute", [False, "auto"])

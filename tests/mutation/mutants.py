@@ -54,19 +54,14 @@ INSTEAD: dict[str, str] = {
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": (
-        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), tuple(segments), fence)"
+        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, whole, self._fence)"
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
-    "guard: fence of a dissolved buffer": "self._free.insert(segment._replace(fence=()))",
-    "guard: fence of the segment behind": "fence = segment.fence",
-    "guard: fence of the segment before": "fence = segment.fence",
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
     "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
     "guard: wait for each device and stream": "position is not None and not waited",
-    "guard: whole buffer from a bin": "bin_ and buffer is not None",
-    "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",
     "guard: time of one step": "return time.perf_counter() - begun",

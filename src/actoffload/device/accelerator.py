@@ -69,6 +69,8 @@ class Accelerator(Backend):
         module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
         self._memory: Any = module if hasattr(module, "mem_get_info") else None
         self._nvidia = found.type == "cuda" and torch.version.hip is None
+        self._pins = self._nvidia and sys.platform == "linux"
+        self.powers_of_two = not self._pins  # as PyTorch's allocator does
         self._separators: dict[int, Separator] = {}  # by device index
 
     def current_device(self) -> torch.device:
@@ -153,7 +155,7 @@ class Accelerator(Backend):
     def empty_host(self, nbytes: int) -> torch.Tensor:
         check_room(nbytes)
         memory = None
-        if self._nvidia and sys.platform == "linux":
+        if self._pins:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             with on_node(node_of_device(torch.accelerator.current_device_index())):
                 memory = pin(nbytes, runtime.cudaHostRegister, runtime.cudaHostUnregister)

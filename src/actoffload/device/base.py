@@ -26,6 +26,7 @@ class Backend(Protocol):
     checks: bool = False  # the engine calls `saved` for every tensor; only devices that check the engine need it
     resolution: float  # seconds below which a measured wait is the cost of the measurement, and no stall
     times: bool = True  # whether times measured on this device say anything about a training step
+    powers_of_two: bool = False  # `empty_host` takes a power of two of bytes from the system
     batch: int = 0  # bytes of copies that are queued together, which takes the host less time
 
     def place(self, tensor: torch.Tensor) -> torch.device:

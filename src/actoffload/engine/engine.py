@@ -36,6 +36,7 @@ class Engine:
     lock: Any = field(init=False, default_factory=threading.RLock)
     recorder: TimelineRecorder | None = field(init=False, default=None)
     roles: Roles = field(init=False)
+    doubling: bool = field(init=False, default=False)  # of pools of devices that are used later
     # Passes, by weak references: whose backward runs, by autograd's number of it; and the latest one of any thread.
     in_backward: dict[int, weakref.ref[Any]] = field(init=False, default_factory=dict)
     latest: weakref.ref[Any] | None = field(init=False, default=None)
@@ -55,6 +56,7 @@ class Engine:
         if found is None:
             found = self._transfers[device] = Transfers(self.backend, device, self.max_host_bytes, self.stream)
             found.recorder = self.recorder
+            found.pool.doubling = self.doubling
         return found
 
     def record(self, recorder: TimelineRecorder | None) -> None:
@@ -92,16 +94,22 @@ class Engine:
         with self.lock:
             self.counters.reset()
 
-    def pin(self, nbytes: int) -> None:
-        """Take host memory until `nbytes` are held, if one device is used."""
+    def double(self) -> None:
+        """Let host memory grow by as much as is held, until `fit` says how much is needed."""
         with self.lock:
-            if len(self._transfers) == 1:
-                next(iter(self._transfers.values())).pool.fill(nbytes)
+            self.doubling = True
+            for transfers in self._transfers.values():
+                transfers.pool.doubling = True
 
-    def trim(self, keep: int = 0) -> int:
-        """Free the host memory that no saved tensor uses, but for `keep` bytes a device; return the bytes freed."""
+    def fit(self, nbytes: int = 0) -> int:
+        """Free the host memory above `nbytes` a device that no saved tensor uses; return the bytes freed.
+
+        If one device is used, host memory is taken until `nbytes` are held.
+        """
         with self.lock:
-            return sum(transfers.pool.trim(keep) for transfers in self._transfers.values())
+            self.doubling = False
+            pools = [transfers.pool for transfers in self._transfers.values()]
+            return sum(pool.fit(nbytes, grow=len(pools) == 1) for pool in pools)
 
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""

@@ -1,20 +1,20 @@
 """The page-locked host memory of one context or handle, reused without the host waiting, and how it is returned.
 
-`[Note: host pool]`  Pinned memory takes the system 0.06 to 0.7 s per GiB, and PyTorch's allocator, which serves some
-devices, rounds every request up to a power of two.  So `HostPool` allocates only powers of two, its *slabs*, and only
-what is missing: a shortfall of 100 MiB becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, so
-the rest of a slab is not wasted.
+`[Note: host pool]`  Taking pinned memory from the system takes 0.05 to 0.7 s per GiB, and 10 ms more for each *slab*
+that is taken.  A `HostPool` numbers the bytes of its slabs through, one slab behind the other, and a buffer is a
+stretch of these places.  So no end of a slab is wasted: a buffer that crosses one has several parts.  Slabs are taken
+for what is missing and a little more.  Until `fit` says how much is needed, each is as large as all before it.
 
 A returned buffer is first kept whole, in a bin of its size: a training step allocates the same sizes again.  Only when
-a bin is empty are the bins dissolved into free segments and joined.
+a bin is empty, and nothing else is free, are the bins emptied and all places that no buffer uses joined.
 
 Free memory carries a fence: the positions after which its last readers are done, at most one for each stream.  The
-stream that writes next waits for them.  Buffers that were used while a graph was captured are addresses in that graph,
-so they are not reused before the pool is closed.  A request that the system refused is repeated when as many bytes as
-were missing have been returned or freed since, in any pool.
+stream that writes next waits for them.  Outside of the bins all free memory has one fence.  Buffers that were used
+while a graph was captured are addresses in that graph, so they are not reused before the pool is closed.  A request
+that the system refused is repeated when as many bytes as were missing have been returned or freed since, in any pool.
 
 An interrupt may come between two changes that belong together.  `HostPool.broken` is set meanwhile; the next caller
-that finds it set makes the free segments and the counts anew from the slabs and the buffers in use, which each change
+that finds it set computes what is free, and the counts, from the slabs and the buffers in use, which each change
 leaves right.
 
 `[Note: finalizers]`  Python runs signal handlers between two bytecodes of the main thread.  A signal that arrives while
@@ -36,12 +36,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -51,7 +50,9 @@ from ..device.base import Backend, StreamPosition, latest_positions
 
 ALIGN = 512
 GRANULE = 1 << 21
-LARGEST = 1 << 30
+LARGEST = 1 << 30  # bytes of a slab
+FIRST = 1 << 26  # bytes of the first one while it is not known how much is needed
+SPARE = 32  # the part of what is held that may be held for nothing
 
 # What an object gives back
 
@@ -123,43 +124,24 @@ def raise_later(error: BaseException) -> None:
     _errors.append(error.with_traceback(None))  # its frames keep what is being dropped
 
 
-# Segments and buffers
-
-SPLIT = 1 << 16
-"""Smallest segment, in bytes, that a buffer of several segments may contain, unless it ends the buffer."""
-
-
-class Segment(NamedTuple):
-    """Bytes ``start`` to ``stop`` of one slab, free after the positions of its fence."""
-
-    slab: int
-    start: int
-    stop: int
-    fence: tuple[StreamPosition, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.stop - self.start
+# Buffers
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HostBuffer:
     """Host memory of one piece of a saved storage."""
 
-    nbytes: int  # requested; `size` is what the segments take up
+    nbytes: int  # requested; `size` is what it takes up
     parts: tuple[torch.Tensor, ...]  # one-dimensional uint8 tensors that together hold `nbytes` bytes
-    segments: tuple[Segment, ...]  # where they lie
+    start: int  # its first place in the pool
+    size: int
+    whole: bool  # has one part by request
     fence: tuple[StreamPosition, ...]  # what the first writer has to wait for
-    size: int = 0
     number: int = 0  # by which it is returned; another one each time it is taken
     key: Any = None  # a dtype, size and stride for which `typed` was asked last
     tensor: torch.Tensor | None = None  # and what it returned
     captured: bool = False  # belongs to a captured graph
     taken: bool = False  # in use
-
-    def __post_init__(self) -> None:
-        self.size = sum(segment.nbytes for segment in self.segments)
 
     def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
         """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""
@@ -167,52 +149,6 @@ class HostBuffer:
             self.tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
             self.key = key
         return self.tensor
-
-
-class FreeSegments:
-    """The free segments of all slabs, in order of slab and place."""
-
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-
-    def insert(self, segment: Segment) -> None:
-        """Add a segment, joined with its neighbours."""
-        free = self.segments
-        place = bisect_left(free, segment[:2], key=lambda other: other[:2])
-        if place < len(free) and free[place].slab == segment.slab and free[place].start == segment.stop:
-            behind = free.pop(place)
-            fence = latest_positions((*segment.fence, *behind.fence))  # [guard: fence of the segment behind]
-            segment = segment._replace(stop=behind.stop, fence=fence)
-        if place and free[place - 1].slab == segment.slab and free[place - 1].stop == segment.start:
-            before = free.pop(place - 1)
-            place -= 1
-            fence = latest_positions((*before.fence, *segment.fence))  # [guard: fence of the segment before]
-            segment = segment._replace(start=before.start, fence=fence)
-        free.insert(place, segment)
-
-    def cut(self, need: int, whole: bool) -> list[Segment] | None:
-        """Take `need` bytes out of the free segments: the best fit, else the largest ones one after another."""
-        fits = [segment for segment in self.segments if segment.nbytes >= need]
-        if fits:
-            return [self._cut_one(min(fits, key=lambda s: (s.nbytes, s.slab, s.start)), need)]
-        large = [segment for segment in self.segments if segment.nbytes >= SPLIT]
-        if whole or sum(segment.nbytes for segment in large) < need:
-            return None
-        taken: list[Segment] = []
-        for segment in sorted(large, key=lambda s: (-s.nbytes, s.slab, s.start)):
-            taken.append(self._cut_one(segment, min(need, segment.nbytes)))
-            need -= taken[-1].nbytes
-            if not need:
-                break
-        return taken
-
-    def _cut_one(self, segment: Segment, nbytes: int) -> Segment:
-        place = self.segments.index(segment)
-        if segment.nbytes == nbytes:
-            return self.segments.pop(place)
-        middle = segment.start + nbytes
-        self.segments[place] = segment._replace(start=middle)
-        return segment._replace(stop=middle)
 
 
 # The pool
@@ -233,19 +169,21 @@ class HostPool:
         self._device = backend.current_device() if device is None else device
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
+        self.doubling = False  # until `fit`
         self.broken = False  # an interrupt came in between, or a change is in progress
         self.returned: deque[tuple[Sequence[int], tuple[StreamPosition, ...]]] = deque()
         self.bytes_held = 0  # in use and free
         self.bytes_taken = 0  # in use, without what captured graphs alone use
         self.high_water = 0
         self.refusal = ""
-        self._slabs: dict[int, torch.Tensor] = {}
-        self._numbers = count(1)
-        self._free = FreeSegments()
-        self._bins: dict[int, dict[HostBuffer, None]] = {}  # by size; the last one returned last
-        self._used: dict[int, HostBuffer] = {}  # by number
         self.exhausted = ""  # why the system refused the latest request for memory
         self._retry_at = 0
+        self._numbers = count(1)
+        self._slabs: dict[int, torch.Tensor] = {}  # by their first places, in order
+        self._used: dict[int, HostBuffer] = {}  # by number
+        self._bins: dict[tuple[int, bool], list[HostBuffer]] = {}  # by size, and whether they are whole
+        self._free: list[tuple[int, int]] = []  # first places and ends, in order, of what is neither used nor in a bin
+        self._fence: tuple[StreamPosition, ...] = ()  # of `_free`
 
     def take(
         self,
@@ -258,7 +196,7 @@ class HostPool:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
         While work that uses it is `captured` into a graph, no memory can be taken from the system; the buffer is not
-        reused.  A `whole` one has one segment.  `owner` returns it when its object is dropped.
+        reused.  A `whole` one has one part.  `owner` returns it when its object is dropped.
         """
         with self._lock:
             if dropped or self.returned:
@@ -268,26 +206,23 @@ class HostPool:
                 if self.broken:
                     self.refusal = CAPTURED
                     return None
-            need = -(-nbytes // ALIGN) * ALIGN
-            number, bin_ = next(self._numbers), self._bins.get(nbytes)
-            buffer = next(reversed(bin_)) if bin_ else None
-            # [guard: whole buffer from a bin]
-            if bin_ and buffer is not None and not (whole and len(buffer.parts) > 1):
+            number, bin_ = next(self._numbers), self._bins.get((nbytes, whole))
+            if bin_:
+                buffer = bin_[-1]
                 # No call from here on: see [Note: finalizers].
-                del bin_[buffer]
+                del bin_[-1]
             else:
                 self.broken = True
-                segments = self._find(need, whole)
-                if segments is None:
-                    sizes = self._missing(need, whole)
-                    refusal = self._over_limit(sum(sizes)) or (CAPTURED if captured else self._grow(sizes))
-                    if refusal:
+                size = -(-nbytes // ALIGN) * ALIGN
+                start = self._find(size, whole)
+                if start is None:
+                    refusal = CAPTURED if captured else self._extend(size, whole)
+                    start = None if refusal else self._find(size, whole)
+                    if start is None:
                         self.broken = False
                         self.refusal = refusal
                         return None
-                    segments = self._find(need, whole)
-                    assert segments is not None
-                buffer = self._make(nbytes, segments)
+                buffer = self._cut(nbytes, start, size, whole)
             buffer.number = number
             self._used[buffer.number] = buffer
             self.bytes_taken += buffer.size
@@ -302,21 +237,6 @@ class HostPool:
                 self.high_water = self.bytes_taken
             return buffer
 
-    def fill(self, nbytes: int) -> None:
-        """Allocate slabs until `nbytes` are held; fewer where the limit or the system forbids it."""
-        largest = LARGEST
-        with self._lock:
-            self._mend()
-            while largest >= GRANULE <= (missing := nbytes - self.bytes_held) and not self._over_limit(missing):
-                try:
-                    slab = self._backend.empty_host(min(largest, 1 << (missing.bit_length() - 1)))
-                except (RuntimeError, MemoryError):  # `take` says why there is no more
-                    largest //= 2
-                    continue
-                self.broken = True
-                self._insert(slab)
-                self.broken = False
-
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
         self.returned.append(((buffer.number,), fence))
@@ -326,26 +246,30 @@ class HostPool:
         with self._lock:
             self._sort()
 
-    def trim(self, keep: int = 0) -> int:
-        """Free slabs without a used byte, but for `keep` bytes, or all if fewer are held; return the bytes freed.
+    def fit(self, nbytes: int, *, grow: bool = False) -> int:
+        """Free slabs without a used byte while more than `nbytes` are held; return the bytes freed.
 
-        Large slabs stay, because a buffer of several segments takes as many copies.
+        With `grow`, what is missing then is taken, or less where the limit or the system forbids it.
         """
         with self._lock:
             self._sort()
             self.broken = True
-            self._dissolve()
-            unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]
+            self._collect()
             before = self.bytes_held
-            for segment in sorted(unused, key=lambda s: s.nbytes):
-                if segment.nbytes <= self.bytes_held - keep:
-                    del self._slabs[segment.slab]
-                    self._free.segments.remove(segment)
-                    self.bytes_held -= segment.nbytes
+            slabs = ((slab.numel(), start) for start, slab in self._slabs.items())
+            unused = [(n, start) for n, start in slabs if any(a <= start and start + n <= b for a, b in self._free)]
+            for size, start in sorted(unused):
+                if self.bytes_held > nbytes + nbytes // SPARE:
+                    del self._slabs[start]
+                    self.bytes_held -= size
+            self._collect()
             freed = before - self.bytes_held
             _given_back[0] += freed
-            self.broken = False
-        self._backend.release_host()
+            self._backend.release_host()
+            if grow and self.bytes_held < nbytes:
+                missing = -(-(nbytes - self.bytes_held) // GRANULE) * GRANULE
+                self._grow(missing if self._max_bytes is None else min(missing, self._max_bytes - self.bytes_held))
+            self.doubling = self.broken = False
         return freed
 
     def close(self) -> None:
@@ -353,12 +277,11 @@ class HostPool:
         with self._lock:
             self._sort()
             self.broken = True
-            self._used.clear()
-            self._bins.clear()
-            self._free.segments.clear()
-            self._slabs.clear()
             _given_back[0] += self.bytes_held
-            self.bytes_held = self.bytes_taken = 0
+            self._used.clear()
+            self._slabs.clear()
+            self._collect()
+            self._fence = ()
             self.exhausted = ""
             self.broken = False
         self._backend.release_host()
@@ -381,77 +304,88 @@ class HostPool:
     def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         _given_back[0] += buffer.size
         self.broken = True
-        if buffer.captured:
-            self.bytes_taken -= buffer.size
-            buffer.taken = False
-        else:
-            del self._used[buffer.number]
-            self.bytes_taken -= buffer.size
-            buffer.taken = False
+        if not buffer.captured:
+            del self._used[buffer.number]  # first: after an interrupt it is free
+        self.bytes_taken -= buffer.size
+        buffer.taken = False
+        if not buffer.captured:
             buffer.fence = fence  # [guard: fence of a returned buffer]
-            self._bins.setdefault(buffer.nbytes, {})[buffer] = None
+            self._bins.setdefault((buffer.nbytes, buffer.whole), []).append(buffer)
         self.broken = False
 
     def _mend(self) -> None:
-        """Make the free segments and the counts anew if an interrupt came between two changes."""
-        if not self.broken or self._backend.capturing():
-            return
-        self._backend.synchronize(self._device)  # so what is free needs no fence
-        self._bins.clear()
-        free, occupied = FreeSegments(), dict[int, list[Segment]]()
-        for buffer in self._used.values():
-            for segment in buffer.segments:
-                occupied.setdefault(segment.slab, []).append(segment)
-        for slab, memory in self._slabs.items():
-            start = 0
-            for segment in sorted(occupied.get(slab, ()), key=lambda segment: segment.start):
-                if segment.start > start:
-                    free.insert(Segment(slab, start, segment.start))
-                start = segment.stop
-            if start < memory.numel():
-                free.insert(Segment(slab, start, memory.numel()))
-        self._free = free
-        self.bytes_held = sum(memory.numel() for memory in self._slabs.values())
-        self.bytes_taken = sum(buffer.size for buffer in self._used.values() if buffer.taken)
-        self.broken = False
+        """Compute what is free, and the counts, if an interrupt came between two changes."""
+        if self.broken and not self._backend.capturing():
+            self._backend.synchronize(self._device)  # so what is free needs no fence
+            self._bins.clear()
+            self._fence = ()
+            self._collect()
+            self.broken = False
 
-    def _make(self, nbytes: int, segments: list[Segment]) -> HostBuffer:
-        parts, left = [], nbytes
-        for segment in segments:
-            size = min(left, segment.nbytes)
-            parts.append(self._slabs[segment.slab][segment.start : segment.start + size])
-            left -= size
-        fence = latest_positions(position for segment in segments for position in segment.fence)
+    # Places
+
+    def _find(self, size: int, whole: bool) -> int | None:
+        """Return the first of `size` free places, of one slab if they are `whole`; the fewest that are enough."""
+        while True:
+            free: Iterable[tuple[int, int]] = self._free
+            if whole:  # [guard: whole buffer in one slab]
+                slabs = [(start, start + slab.numel()) for start, slab in self._slabs.items()]
+                free = ((max(a, start), min(b, stop)) for a, b in self._free for start, stop in slabs)
+            fits = [(stop - start, start) for start, stop in free if stop - start >= size]
+            if fits:
+                return min(fits)[1]
+            if not self._bins:
+                return None
+            self._collect()
+
+    def _cut(self, nbytes: int, start: int, size: int, whole: bool) -> HostBuffer:
+        """Return a buffer at free places."""
+        stop = start + size
+        index = next(k for k, (a, b) in enumerate(self._free) if a <= start < b)
+        first, last = self._free[index]
+        self._free[index : index + 1] = [(a, b) for a, b in ((first, start), (stop, last)) if a < b]
+        places = ((max(start - a, 0), min(start + nbytes - a, slab.numel()), slab) for a, slab in self._slabs.items())
+        parts = tuple(slab[a:b] for a, b, slab in places if a < b)
         # [keep: host memory]
-        return HostBuffer(nbytes, tuple(parts), tuple(segments), fence)
+        return HostBuffer(nbytes, parts, start, size, whole, self._fence)
 
-    def _find(self, need: int, whole: bool) -> list[Segment] | None:
-        segments = self._free.cut(need, whole)
-        if segments is None and self._bins:
-            self._dissolve()
-            segments = self._free.cut(need, whole)
-        return segments
-
-    def _dissolve(self) -> None:
-        """Turn the buffers in the bins back into free segments."""
-        for bin_ in self._bins.values():
-            for buffer in bin_:
-                for segment in buffer.segments:
-                    self._free.insert(segment._replace(fence=buffer.fence))  # [guard: fence of a dissolved buffer]
+    def _collect(self) -> None:
+        """Empty the bins, and compute what is free: all places that no buffer in use has."""
+        returned = (position for bin_ in self._bins.values() for buffer in bin_ for position in buffer.fence)
+        self._fence = latest_positions((*self._fence, *returned))  # [guard: fence of free memory]
         self._bins.clear()
+        changes = Counter[int]()  # how many more slabs than buffers have a place than have the one before it
+        for start, slab in self._slabs.items():
+            changes[start] += 1
+            changes[start + slab.numel()] -= 1
+        for buffer in self._used.values():
+            changes[buffer.start] -= 1
+            changes[buffer.start + buffer.size] += 1
+        borders = sorted(place for place, change in changes.items() if change)
+        self._free = list(zip(borders[::2], borders[1::2], strict=True))
+        self.bytes_held = sum(slab.numel() for slab in self._slabs.values())
+        self.bytes_taken = sum(buffer.size for buffer in self._used.values() if buffer.taken)
 
-    def _missing(self, need: int, whole: bool) -> list[int]:
-        """Return the sizes of the slabs that have to be allocated."""
-        usable = 0 if whole else sum(s.nbytes for s in self._free.segments if s.nbytes >= SPLIT)
-        shortfall = max(0, -(-(need - usable) // GRANULE) * GRANULE)
-        sizes: list[int] = []
-        if whole:
-            sizes.append(max(GRANULE, 1 << (need - 1).bit_length()))  # [guard: size of a whole slab]
-        while not whole and shortfall:
-            size = min(LARGEST, 1 << (shortfall.bit_length() - 1))
-            sizes.append(size)
-            shortfall -= size
-        return sizes
+    # Memory of the system
+
+    def _extend(self, size: int, whole: bool) -> str:
+        """Take memory from the system so that `size` places are free one after another; return why not, or nothing."""
+        if self.exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
+            return self.exhausted
+        if self._free and self._free[-1][1] == self._end and not whole:
+            size -= self._end - self._free[-1][0]
+        missing = -(-size // GRANULE) * GRANULE
+        more = min(max(self.bytes_held, FIRST), LARGEST) if self.doubling else self.bytes_held // SPARE
+        more = more // GRANULE * GRANULE
+        self.exhausted = ""
+        if more > missing and not (whole or self._over_limit(more) or self._grow(more)):
+            return ""
+        refusal = self._over_limit(missing)
+        if not refusal:
+            # Another attempt for each tensor would cost more than it could bring, and strain the system.
+            refusal = self.exhausted = self._grow(missing, whole)
+            self._retry_at = _given_back[0] + missing
+        return refusal
 
     def _over_limit(self, more: int) -> str:
         """Return why the pool may not hold `more` bytes in addition, or an empty text."""
@@ -462,24 +396,21 @@ class HostPool:
             return f"{limited} beside the {written(held)} that are held"
         return ""
 
-    def _grow(self, sizes: Sequence[int]) -> str:
-        """Allocate slabs; return why that is not possible, or nothing."""
-        if self.exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
-            return self.exhausted
-        for size in sizes:
+    def _grow(self, nbytes: int, whole: bool = False) -> str:
+        """Take `nbytes` from the system, as one slab if they are `whole`; return why not, or nothing."""
+        while nbytes > 0:
+            size = nbytes if whole else min(nbytes, LARGEST)
+            if self._backend.powers_of_two and not whole:
+                size = 1 << (size.bit_length() - 1)
             try:
-                slab = self._backend.empty_host(size)
+                self._slabs[self._end] = self._backend.empty_host(size)
             except (RuntimeError, MemoryError) as error:
-                # Another attempt for each tensor would cost more than it could bring, and strain the system.
-                self.exhausted = f"the system has no more page-locked memory ({error})"
-                self._retry_at = _given_back[0] + size
-                return self.exhausted
-            self._insert(slab)
-        self.exhausted = ""
+                return f"the system has no more page-locked memory ({error})"
+            self._collect()
+            nbytes -= size
         return ""
 
-    def _insert(self, slab: torch.Tensor) -> None:
-        number, size = next(self._numbers), slab.numel()
-        self._slabs[number] = slab
-        self.bytes_held += size
-        self._free.insert(Segment(number, 0, size))
+    @property
+    def _end(self) -> int:
+        """The first place of the next slab."""
+        return max((start + slab.numel() for start, slab in self._slabs.items()), default=0)

@@ -168,7 +168,7 @@ class OffloadHandle:
 
     def trim(self) -> int:
         """Free pinned host memory that no saved tensor uses now, as after a huge batch; return the bytes freed."""
-        return self._engine.trim()
+        return self._engine.fit()
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -173,9 +173,7 @@ class ModelScript(Script[Plan]):
     def follow(self, plans: tuple[Plan, ...]) -> None:
         """Follow a plan from the pass on that begins now, for which its host memory is pinned."""
         (self.found.plan,) = plans
-        nbytes = self.found.plan.offloaded_bytes * self.found.in_flight
-        self._engine.trim(keep=nbytes)
-        self._engine.pin(nbytes)
+        self._engine.fit(self.found.plan.offloaded_bytes * self.found.in_flight)
         # Blocks that were cut for the passes before would leave gaps for those with this plan.
         self._backend.release_device()
 
@@ -249,6 +247,7 @@ class Tuner:
     def _begin(self, number: int, allocated: int = 0) -> None:
         """Run the script from this pass on; `allocated`: bytes before a pass that may come again."""
         self._begun, self.stage = number, Stage.FIRST
+        self._engine.double()
         found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
         self._script = ModelScript(self._state, found, {} if self._always else self._policies, self._ranks)
         self._steps = self._script.run()
@@ -436,7 +435,7 @@ class Tuner:
         self._steps = self.stage = None
         self._settled, self._larger = self._number, 0
         if not plan.offloaded:
-            self._engine.trim()
+            self._engine.fit()
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if chosen.budget is not None and peak is not None and peak > chosen.budget:
             warn(

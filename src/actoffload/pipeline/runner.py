@@ -123,7 +123,7 @@ class Runner:
         self._first.follow(plans)
         plan, engine = self.conductor.plan, self.conductor.engine
         if plan is not None and engine.backend.times:
-            engine.trim(keep=plan.host_bytes)
+            engine.fit(plan.host_bytes)
         if self.rank == 0:
             logger.info("%s", decision(self.plans))
 

@@ -52,7 +52,6 @@ def scaled_down() -> Iterator[None]:
         patch.setattr(eligibility, "MIN_ELEMENTS", LEAST)
         patch.setattr(regions, "GRAIN", 16)
         patch.setattr(host_pool, "ALIGN", 64)
-        patch.setattr(host_pool, "SPLIT", 256)
         patch.setattr(host_pool, "GRANULE", 1024)
         patch.setattr(Pass, "fetch", watched)
         yield
