@@ -14,19 +14,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
 
-_PRODUCTS = (
+_COSTLY = (
     "mm addmm bmm baddbmm convolution cudnn_convolution "
-    "_grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"  # of experts, and of float8
-)
-_ATTENTION = (
+    "_grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2 "  # of experts, and of float8
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-COSTLY = {
-    getattr(_aten, name).default
-    for name in (*_PRODUCTS.split(), *_ATTENTION.split())
-    if hasattr(_aten, name)  # in this version of PyTorch
-}
+COSTLY = {getattr(_aten, name).default for name in _COSTLY.split() if hasattr(_aten, name)}
 """Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
 
 PolicyArgument: TypeAlias = Callable[..., Any] | Collection[Any]
@@ -150,59 +144,51 @@ _PYTORCH = ("aten", "prim", "prims", "torch_attn")
 """Namespaces of operators whose tags say whether they draw random numbers."""
 
 
-def communicates(operator: Any) -> bool:
-    """Return whether an operator is a collective, or part of one."""
-    return getattr(operator, "namespace", "") in _COLLECTIVES
-
-
 class Rules(NamedTuple):
     """What the schema of an operator says about running it again."""
 
-    replayable: bool  # in principle
-    mutable: bool  # writes to arguments
-    draws: bool  # random numbers, in any case or with dropout
-    dropout: tuple[int, Any] | None  # place and default of the argument that says so
-    scratch: tuple[int, ...]  # places of running statistics that it writes, which its schema does not say
-    foreign: bool  # of another library, so that its tags may be missing
+    replayable: bool = False  # in principle
+    draws: bool = False  # random numbers, in any case or with dropout
+    dropout: tuple[int, Any] | None = None  # place and default of the argument that says so
+    writes: tuple[tuple[int, str], ...] = ()  # places and names of the arguments that it writes to
+    scratch: tuple[int, ...] = ()  # places of running statistics that it writes, which its schema does not say
+    foreign: bool = True  # of another library, so that its tags may be missing
+    communicates: bool = False  # a collective, or part of one
+
+    def draws_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call draws random numbers; attention does with dropout only."""
+        if not self.draws or self.dropout is None:
+            return self.draws
+        place, default = self.dropout
+        return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
 @cache  # reading a schema takes microseconds
 def rules_of(operator: Any) -> Rules:
     """Return what is known of an operator."""
     if not isinstance(operator, _Operator):  # a higher-order operator
-        return Rules(False, False, False, None, (), True)
+        return Rules(communicates=getattr(operator, "namespace", "") in _COLLECTIVES)
     schema = operator._schema
     name = schema.name.rpartition("::")[2]
-    draws = torch.Tag.nondeterministic_seeded in operator.tags
-    places = {argument.name: (place, argument.default_value) for place, argument in enumerate(schema.arguments)}
-    scratch = tuple(places[each][0] for each in ("running_mean", "running_var") if each in places)
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    arguments = list(enumerate(schema.arguments))
+    places = {argument.name: (place, argument.default_value) for place, argument in arguments}
+    written = tuple((k, each.name) for k, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    communicates = operator.namespace in _COLLECTIVES
     replayable = (
-        tensors
-        and not schema.is_mutable
-        and not communicates(operator)  # collectives are not repeated
+        any("Tensor" in str(argument.type) for argument in schema.arguments)
+        and not written
+        and not communicates  # collectives are not repeated
         and not name.startswith(_FACTORIES)  # factories, which an unseen kernel may fill
         and not name.startswith(_NONDETERMINISTIC)  # operators with atomic additions
     )
-    foreign = operator.namespace not in _PYTORCH
-    return Rules(replayable, schema.is_mutable, draws, places.get("dropout_p"), scratch, foreign)
-
-
-def draws_random_numbers(rules: Rules, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator draws random numbers; attention does with dropout only."""
-    if not rules.draws or rules.dropout is None:
-        return rules.draws
-    place, default = rules.dropout
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
-
-
-@cache
-def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Return the places and names of the arguments to which an operator writes."""
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+    return Rules(
+        replayable,
+        torch.Tag.nondeterministic_seeded in operator.tags,
+        places.get("dropout_p"),
+        written,
+        tuple(places[each][0] for each in ("running_mean", "running_var") if each in places),
+        operator.namespace not in _PYTORCH,
+        communicates,
     )
 
 
@@ -210,7 +196,7 @@ def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
 def out_of_place(operator: Any) -> Any:
     """Return the operator that returns what another one writes to its first argument; None if there is none."""
     name = operator._schema.name.rpartition("::")[2]
-    writes = written_arguments(operator) == ((0, "self"),) and torch.Tag.inplace_view not in operator.tags
+    writes = rules_of(operator).writes == ((0, "self"),) and torch.Tag.inplace_view not in operator.tags
     if operator.namespace != "aten" or not name.endswith("_") or not writes:
         return None
     found = getattr(getattr(_aten, name[:-1], None), operator._overloadname, None)

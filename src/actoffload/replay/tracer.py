@@ -31,7 +31,7 @@ from .._torch.tensors import (
     storage_weakref,
 )
 from ..engine.layout import View
-from .policy import Policy, communicates, draws_random_numbers, out_of_place, rules_of, written_arguments
+from .policy import Policy, Rules, out_of_place, rules_of
 from .trace import (
     UNKNOWN,
     Entry,
@@ -241,23 +241,21 @@ class Tracer(_Base):  # type: ignore[misc]
         rules, function = rules_of(operator), self._function
         if function is not None:
             outputs = operator(*args, **kwargs)
-            # functions that communicate
-            function.pure &= not (draws_random_numbers(rules, args, kwargs) or communicates(operator))
-            if rules.mutable:
-                self._write(operator, args, kwargs)
+            function.pure &= not (rules.draws_with(args, kwargs) or rules.communicates)
+            self._write(rules, args, kwargs)
             return outputs
         name = f"{operator}#{next(self._counts[operator])}"
         reads: list[int] = []
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
-        counterpart = self._find_counterpart(operator, with_places, args) if rules.mutable else None
-        drawn = self._count_drawn() if draws_random_numbers(rules, args, kwargs) else None
+        counterpart = self._find_counterpart(operator, with_places, args) if rules.writes else None
+        drawn = self._count_drawn() if rules.draws_with(args, kwargs) else None
         first = len(self.values)
         outputs = operator(*args, **kwargs)
         if counterpart is not None:
             del self._ids[address(args[0].untyped_storage())]  # so that a new value begins
-        elif rules.mutable:
-            self._write(operator, args, kwargs)
+        else:
+            self._write(rules, args, kwargs)
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
@@ -306,9 +304,9 @@ class Tracer(_Base):  # type: ignore[misc]
             return [self._with_places(each, reads) for each in given]
         return given
 
-    def _write(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _write(self, rules: Rules, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin new values where an operator has written."""
-        for place, name in written_arguments(operator):
+        for place, name in rules.writes:
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(tensor, Tensor) and _has_memory(tensor):
