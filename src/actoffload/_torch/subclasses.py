@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -44,7 +44,7 @@ RETURNED = 1024
 
 
 class Wrapper:
-    """The version counter that a wrapper tensor shares with its views; made by `of`, once for all of them."""
+    """The version counter that a wrapper tensor shares with its views; one for all of them: see `version_in`."""
 
     __slots__ = ("__weakref__", "_returned", "_root", "counter")
 
@@ -52,16 +52,6 @@ class Wrapper:
         self.counter = counter_of(tensor)
         self._root = weakref.ref(root)
         self._returned: deque[tuple[torch.Tensor, int]] = deque(maxlen=RETURNED)
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Wrapper:
-        """Return what has the counter of a tensor."""
-        base = base_of(tensor)
-        root = tensor if base is None else base
-        wrapper = _wrappers.get(id(root))
-        if wrapper is None or wrapper._root() is not root:
-            wrapper = _wrappers[id(root)] = Wrapper(tensor, root)
-        return wrapper
 
     def returned(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in hooks.py."""
@@ -79,20 +69,21 @@ class Wrapper:
 _wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
 
 
-class WrapperVersion(NamedTuple):
-    """A wrapper at the moment at which something in it was saved."""
-
-    wrapper: Wrapper
-    version: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> WrapperVersion:
-        """Return what has the counter of a tensor, and its version now."""
-        return cls(Wrapper.of(tensor), version_of(tensor))
-
+WrapperVersion: TypeAlias = tuple[Wrapper, int]
+"""What has the version counter of a wrapper, and its version at the moment at which something in it was saved."""
 
 Wrappers = tuple[WrapperVersion, ...]
 """The wrappers around a plain tensor, outermost first; empty for what is no part of anything."""
+
+
+def version_in(tensor: torch.Tensor) -> WrapperVersion:
+    """Return what has the version counter of a wrapper, and its version now."""
+    base = base_of(tensor)
+    root = tensor if base is None else base
+    wrapper = _wrappers.get(id(root))
+    if wrapper is None or wrapper._root() is not root:
+        wrapper = _wrappers[id(root)] = Wrapper(tensor, root)
+    return wrapper, version_of(tensor)
 
 
 def unchanged(seen: Iterable[WrapperVersion]) -> bool:
@@ -243,25 +234,27 @@ def has_parts(thing: object) -> bool:
 
 def plain_parts(thing: Any) -> list[torch.Tensor]:
     """Return the plain tensors that hold the data of a tensor or an object; a plain tensor itself."""
-    inside = _inside(thing, to_save=False)
-    if inside is None:
-        return [thing] if isinstance(thing, torch.Tensor) else []
-    return [part for thing in inside for part in plain_parts(thing)]
+    return [part for part, _ in _walk(thing, None)]
 
 
-def parts_to_save(thing: Any, wrappers: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+def parts_to_save(thing: Any) -> Iterator[tuple[torch.Tensor, Wrappers]]:
     """Yield the plain tensors that are saved when a tensor or an object is, each with the wrappers around it.
 
     An object with `prepare_for_saving` is taken apart and restored at once.
     """
-    inside = _inside(thing, to_save=True)
-    if isinstance(thing, torch.Tensor):
-        if inside is None:
-            yield thing, wrappers
-            return
-        wrappers = (*wrappers, WrapperVersion.of(thing))
-    for part in inside or ():
-        yield from parts_to_save(part, wrappers)
+    return _walk(thing, ())
+
+
+def _walk(thing: Any, wrappers: Wrappers | None) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+    inside = _inside(thing, to_save=wrappers is not None)
+    if inside is None:
+        if isinstance(thing, torch.Tensor):
+            yield thing, wrappers or ()
+        return
+    if wrappers is not None and isinstance(thing, torch.Tensor):
+        wrappers = (*wrappers, version_in(thing))
+    for part in inside:
+        yield from _walk(part, wrappers)
 
 
 def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:

@@ -21,13 +21,13 @@ from .._torch.modules import NOT_COMPILED, current_module, in_compiled_backward,
 from .._torch.subclasses import (
     Compound,
     Wrappers,
-    WrapperVersion,
     as_part,
     changed,
     is_compound,
     ragged_parts,
     serves,
     take_apart,
+    version_in,
 )
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from .._warnings import explain
@@ -123,7 +123,7 @@ class Packer:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         if reason is not None:
             return self.keep(tensor, reason)
-        layer, wrappers = self._layer, tuple(map(WrapperVersion.of, self._around)) if self._around else ()
+        layer, wrappers = self._layer, tuple(map(version_in, self._around)) if self._around else ()
         token = self._token
         if layer.index == OUTSIDE:
             layer = self._owner.layer_of(layer, tensor)
@@ -151,7 +151,7 @@ class Packer:
             self._around.pop()
         if all(isinstance(part, tuple) for part in saved.values()) and saved_as_input(tensor):
             return tensor, version_of(tensor), self._token  # building it anew takes longer
-        return Compound(WrapperVersion.of(tensor), tensor.size(), saved, build)
+        return Compound(version_in(tensor), tensor.size(), saved, build)
 
 
 opaque(Packer.pack)
