@@ -159,7 +159,7 @@ def train_stages(
     handle: Any = recorder.handle
     if handle is not None and handle.plan is not None:
         # By how much the plan lowers the peak of this rank in the simulation, from what the ranks measured.
-        measured = handle._runner._first.known
+        measured = handle._first.known
         costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
         orders, link = [plan.order for plan in handle.plans], Link.slowest(each.link for each in measured)
         without = simulate_pipeline(orders, [costs[stage] for stage in sorted(costs)], link).ranks[rank]

@@ -23,8 +23,8 @@ from .engine.engine import Engine
 from .engine.hooks import Packer, unpack
 from .engine.layer import Layer, Phase
 from .engine.passes import Pass, pass_in_backward
-from .engine.statistics import Statistics, TimelineRecorder
-from .report.build import PassLog, build
+from .engine.statistics import TimelineRecorder
+from .report.build import Offloading, PassLog, build
 from .report.report import Report
 from .schedule.plan import Do, Plan
 from .schedule.schedules import DefaultSchedule
@@ -46,7 +46,7 @@ class _Cursor(threading.local):
         self.backends = 0  # length of `running.backends` outside of the context
 
 
-class OffloadContext(ContextDecorator):
+class OffloadContext(Offloading, ContextDecorator):
     """The context of `get_cpu_offload_context`: entered once for each layer, in the order of the forward.
 
     ``model_layers`` entries make a pass.  An unfinished pass ends when an exception leaves the context, when its
@@ -58,6 +58,7 @@ class OffloadContext(ContextDecorator):
         self._engine, self._enabled = engine, enabled
         self._cursor = _Cursor()
         self._log = PassLog(_label)
+        self._logs = [self._log]
         self._short, self._warned = set[int](), False  # numbers of layers of passes that had fewer than the plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
@@ -207,15 +208,6 @@ class OffloadContext(ContextDecorator):
 
     # What happened
 
-    def statistics(self) -> Statistics:
-        """Return counts and bytes since the context was created or `reset_statistics` was called."""
-        return self._engine.statistics()
-
-    def reset_statistics(self) -> None:
-        """Reset all counts and sums; the peaks start from what is held now."""
-        self._engine.reset_statistics()
-        self._log.reset()
-
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:
         """Record a ``with`` block, usually one step; ``timeline()`` of what it yields then returns a `Timeline`."""
@@ -240,10 +232,6 @@ class OffloadContext(ContextDecorator):
             because="" if self._engine.roles.planned else UNPLANNED,
             context=True,
         )
-
-    def trim(self) -> int:
-        """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
-        return self._engine.fit()
 
     def close(self) -> None:
         """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.

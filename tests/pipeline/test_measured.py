@@ -270,7 +270,7 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
     before = handle.plan
     assert before is not None
     assert not handle.settling
-    monkeypatch.setattr("actoffload.pipeline.runner.plans_of", refuse)
+    monkeypatch.setattr("actoffload.pipeline.first_steps.plans_of", refuse)
     modules[0].skipped = {1}
     with pytest.warns(
         UserWarning, match=r"The plan stays as it is, although this rank now runs something else: no plan"

@@ -7,25 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch.nn import Module
 
 from .._arguments import check_whole, number_of_bytes
 from .._warnings import warn
-from ..engine.statistics import Statistics
-from ..report.build import build
+from ..report.build import Offloading, build
 from ..report.plots import Frontier
 from ..report.report import GroupReport, Report
 from ..schedule.plan import Plan
 from ..schedule.timeline import Timeline
 from ..tune.findings import Findings, Fit
-from .follow import (
-    ModelState,
-    follow,
-    handle_of,
-    unfollow,
-)
+from .follow import ModelState, follow, handle_of, unfollow
 from .reporting import describe
 from .select import Names
 from .steering import Steering
@@ -34,13 +28,32 @@ from .tracker import Tracker
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
 
-class OffloadHandle:
+class Handle(Offloading):
+    """What the handles of a model and of a schedule have in common."""
+
+    _removed = False
+
+    @property
+    def installed(self) -> bool:
+        """Whether this handle was not removed."""
+        return not self._removed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """End offloading and free the host memory."""
+        raise NotImplementedError
+
+
+class OffloadHandle(Handle):
     """Offloading of one model; made by `offload`, and ended with `remove` or by leaving it as a context manager.
 
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
-
-    _removed = False
 
     def __init__(
         self,
@@ -50,7 +63,7 @@ class OffloadHandle:
         meet: Callable[[], None] | None = None,
         checks_coverage: bool = False,
     ) -> None:
-        self._state, self._engine, self._log = state, state.engine, state.log
+        self._state, self._engine, self._log, self._logs = state, state.engine, state.log, [state.log]
         self._tracker = Tracker(state, steering, meet, checks_coverage=checks_coverage)
         follow(state.modules, self._tracker, self)
 
@@ -91,11 +104,6 @@ class OffloadHandle:
         """Whether the next forward of the model will be offloaded."""
         return self.installed and not self._tracker.paused
 
-    @property
-    def installed(self) -> bool:
-        """Whether this handle was not removed."""
-        return not self._removed
-
     @contextmanager
     def paused(self) -> Iterator[OffloadHandle]:
         """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
@@ -111,12 +119,6 @@ class OffloadHandle:
             raise RuntimeError(
                 f"This handle was removed, so it cannot {what}: call offload again and use the handle that it returns."
             )
-
-    def __enter__(self) -> OffloadHandle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
 
     # What was chosen
 
@@ -156,19 +158,6 @@ class OffloadHandle:
         return f"<OffloadHandle of {self._state.root.name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
 
     # What happened
-
-    def statistics(self) -> Statistics:
-        """Return counts and bytes since the call of `offload` or `reset_statistics`."""
-        return self._engine.statistics()
-
-    def reset_statistics(self) -> None:
-        """Reset all counts and sums to zero, and the peaks to what is held now."""
-        self._engine.reset_statistics()
-        self._log.reset()
-
-    def trim(self) -> int:
-        """Free pinned host memory that no saved tensor uses now, as after a huge batch; return the bytes freed."""
-        return self._engine.fit()
 
     @contextmanager
     def recording(self) -> Iterator[None]:

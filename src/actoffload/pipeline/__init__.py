@@ -1,5 +1,6 @@
 """Pipeline schedules of `torch.distributed.pipelining`: one plan for all stages and microbatches of a rank."""
 
-from .offload import PipelineHandle, offload
+from .handle import PipelineHandle
+from .offload import offload
 
 __all__ = ["PipelineHandle", "offload"]

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from .._torch.tensors import address, leaves
+from ..engine import eligibility
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
 from ..schedule.pipeline import ChunkAction, Computation, Moment, PipelinePlan, Step
@@ -91,8 +92,10 @@ class Conductor:
     # Computations
 
     @contextmanager
-    def computing(self, stage: Any, step: Step) -> Iterator[None]:
-        """Begin and end one computation of a stage."""
+    def computing(self, stage: Any, step: Step, inputs: Any) -> Iterator[None]:
+        """Begin and end one computation of a stage; its inputs are kept, because the caller holds them in the step."""
+        for tensor in leaves(inputs):
+            eligibility.mark_kept(tensor)
         if not self.training:
             yield
             return

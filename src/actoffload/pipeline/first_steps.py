@@ -11,6 +11,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
+from .._warnings import warn
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..planner import Variant
@@ -36,8 +37,8 @@ class FirstSteps(Script[PipelinePlan]):
     def __init__(
         self, stages: Sequence[RankStage], conductor: Conductor, rank: int, exchange: PipelineRanks, limits: Limits
     ) -> None:
-        self._stages, self._conductor = stages, conductor
-        self._rank, self._exchange, self._limits = rank, exchange, limits
+        self.stages, self.conductor = tuple(stages), conductor
+        self.rank, self.exchange, self._limits = rank, exchange, limits
         self.plans: Plans = ()  # of all ranks
         self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
@@ -46,17 +47,18 @@ class FirstSteps(Script[PipelinePlan]):
         self._timed: TimedPass | None = None  # the present step, or the latest
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
+        self.peak = 0  # bytes of saved tensors in the latest step in which all groups were followed
         # By stage: what it costs without replay, and the ways to run its groups, by name.
         self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order: of one pipeline after the other."""
-        return [each for ranks in self._exchange.gather(value) for each in ranks]
+        return [each for ranks in self.exchange.gather(value) for each in ranks]
 
     def ended(self) -> TimedPass | None:
         """Return the step that has ended, once; None if no whole step was seen."""
         timed, self._timed = self._timed, None
-        known = bool(self._conductor.learned.order) and all(stage.steering.known for stage in self._stages)
+        known = bool(self.conductor.learned.order) and all(stage.steering.known for stage in self.stages)
         return timed if known or self.plans else None
 
     def shown(self, timed: TimedPass) -> Shown:
@@ -67,14 +69,14 @@ class FirstSteps(Script[PipelinePlan]):
         """Return whether the operators of all groups are known that are replayed, or what compiled ones save."""
         return not self._limits.may_recompute or all(
             group.group in self._operators[stage.index].groups
-            for stage in self._stages
+            for stage in self.stages
             for group in stage.steering.groups
             if group.group in stage.steering.replayed
         )
 
     def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Exchange what the steps have shown, and return the plans that follow."""
-        found = agreed(self._exchange.gather(self.measured()))
+        found = agreed(self.exchange.gather(self.measured()))
         assert found is not None
         self.known, self.limits = found, [each.limit or inf for each in found] if self.times else []
         return plans_of(found, self._limits)
@@ -93,48 +95,57 @@ class FirstSteps(Script[PipelinePlan]):
 
     def follow(self, plans: Plans) -> None:
         """Follow plans from the step on that begins now."""
-        self.plans, before = plans, self._conductor.plan
-        found = next(plan for plan in plans if plan.rank == self._rank)
-        self._conductor.follow(found)
+        self.plans, before = plans, self.conductor.plan
+        found = next(plan for plan in plans if plan.rank == self.rank)
+        self.conductor.follow(found)
         if before is not None and (before.transfers, before.saves) == (found.transfers, found.saves):
             return
-        self._conductor.scoped = False
-        for stage in self._stages if self._limits.may_recompute else ():
+        self.conductor.scoped = False
+        for stage in self.stages if self._limits.may_recompute else ():
             names = found.names[stage.index]
             saves = zip(names, found.saves.get(stage.index, (None,) * len(names)), strict=True)
             stage.steering.recompute({name: saving(outputs) for name, outputs in saves if outputs is not None})
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
-        for each in self._stages:
+        for each in self.stages:
             traces = stage is Stage.FIRST and self._limits.may_recompute
             # A step in which operators are timed takes longer.
             each.steering.operators = self._operators[each.index] if traces else None
-        engine, meter = self._conductor.engine, None
+        engine, meter = self.conductor.engine, None
         if stage is Stage.LEAN:
             engine.reset_statistics()
             standing = dict[int, StageMemory]()
-            for each in self._stages:
+            for each in self.stages:
                 self._gradients[each.index] = each.steering.gradients
-                boundary, output = kept_outputs(each.index, self._conductor.learned)
+                boundary, output = kept_outputs(each.index, self.conductor.learned)
                 boundary += each.steering.outside
                 standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
             self._lean = meter = StepMeter(self._backend, engine.counters, standing)
-            self._conductor.watching = meter.note
+            self.conductor.watching = meter.note
         self._timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 
-    def end(self, *, failed: bool) -> None:
-        """End a step."""
-        timed, engine = self._timed, self._conductor.engine
-        self._conductor.watching = None
-        if timed is None or timed.ended is not None:
-            return
-        if timed.meter is not None and engine.recorder is timed.meter:
-            engine.record(None)
-        if failed:
-            self._timed = None
-        else:
-            timed.end()
+    def end(self, *, failed: bool, changed: bool) -> None:
+        """End a step; plan anew if it ran another order than the plan has, or saved other bytes."""
+        timed, conductor = self._timed, self.conductor
+        engine, plan, conductor.watching = conductor.engine, conductor.plan, None
+        if timed is not None and timed.ended is None:
+            if timed.meter is not None and engine.recorder is timed.meter:
+                engine.record(None)
+            if failed:
+                self._timed = None
+            else:
+                timed.end()
+        if not failed and plan is not None and not conductor.scoped:
+            self.peak = engine.statistics().peak_resident_bytes
+        outdated = any(stage.steering.changed for stage in self.stages)
+        for stage in self.stages:
+            stage.steering.changed = False
+        # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
+        followed = plan is not None and not (failed or changed or outdated)
+        conductor.scoped = followed and self.times
+        if not failed and plan is not None and (changed or self._outdated(plan)):
+            self._plan_anew(plan)
 
     def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
@@ -150,15 +161,15 @@ class FirstSteps(Script[PipelinePlan]):
         Later, with the `plan` that is followed, groups save what their ways saved when these were measured.  Where one
         saves more than in the plan, all groups of its stage do: what replayed ones save otherwise is not seen.
         """
-        learned, link = self._conductor.learned, self._link()
-        if not learned.order or link is None or not all(stage.steering.known for stage in self._stages):
+        learned, link = self.conductor.learned, self._link()
+        if not learned.order or link is None or not all(stage.steering.known for stage in self.stages):
             return None
-        names = {stage.index: stage.steering.names for stage in self._stages}
-        costs = {stage.index: self._cost(stage) for stage in self._stages}
+        names = {stage.index: stage.steering.names for stage in self.stages}
+        costs = {stage.index: self._cost(stage) for stage in self.stages}
         if plan is None and self._limits.may_recompute:
-            self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self._stages}
+            self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self.stages}
         if not all(set(names[stage]) <= set(known) for stage, (_, known) in self._measured.items()):
-            return RankCosts(self._rank, learned.order, names, costs, link, self._limit(costs))
+            return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs))
         if plan is not None:
             self._grow(plan)
         ways = dict[int, list[tuple[Variant, ...]]]()
@@ -171,14 +182,14 @@ class FirstSteps(Script[PipelinePlan]):
                 splits=tuple(before.splits[k] for k in at) if before.splits else (),
                 gradient_bytes=tuple(before.gradient_bytes[k] for k in at) if before.gradient_bytes else (),
             )
-        return RankCosts(self._rank, learned.order, names, costs, link, self._limit(costs), ways or None)
+        return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways or None)
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""
-        steering, learned, lean = stage.steering, self._conductor.learned, self._lean
+        steering, learned, lean = stage.steering, self.conductor.learned, self._lean
         gradients = self._gradients.get(stage.index, ())
         gradients = gradients if len(gradients) == len(steering.saved) else ()
-        other = lean.other_bytes if lean is not None and stage is self._stages[0] else 0
+        other = lean.other_bytes if lean is not None and stage is self.stages[0] else 0
         return stage_cost(stage.index, steering.saved, learned, steering.outside, other, gradients, lean)
 
     def _with_ways(self, stage: RankStage, cost: StageCost) -> tuple[StageCost, dict[str, tuple[Variant, ...]]]:
@@ -203,7 +214,7 @@ class FirstSteps(Script[PipelinePlan]):
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Let the groups of each stage save as much more as one of them does than in a plan."""
-        for stage in self._stages:
+        for stage in self.stages:
             index = stage.index
             if index not in self._measured or plan.names[index] != stage.steering.names:
                 continue
@@ -220,22 +231,39 @@ class FirstSteps(Script[PipelinePlan]):
             return Link(getattr(self._backend, "d2h", float("inf")), getattr(self._backend, "h2d", float("inf")))
         if self._lean is None:
             return None
-        room = self._conductor.engine.host_room()
+        room = self.conductor.engine.host_room()
         return measured_link(self._lean) or probed_link(self._backend, room) or Link(float("inf"), float("inf"))
 
-    def outdated(self, plan: PipelinePlan) -> bool:
+    def _outdated(self, plan: PipelinePlan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
-        mine = next(each for each in self.known if each.rank == self._rank)
-        for stage in self._stages:
+        mine = next(each for each in self.known if each.rank == self.rank)
+        for stage in self.stages:
             stage.steering.grow()
-        for stage in self._stages:
+        for stage in self.stages:
             sizes = stage.steering.sizes
             planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._measured)
             if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
                 return True
-            kept, cost = self._conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
+            kept, cost = self.conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
             if has_grown(kept + stage.steering.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
+
+    def _plan_anew(self, before: PipelinePlan) -> None:
+        """Plan for what this rank does now, with what the others have sent."""
+        # Other ranks that run these stages would recompute something else.
+        mine = None if before.saves and self.exchange.replicas else self.measured(before)
+        if mine is None:
+            return
+        self.known = [mine if each.rank == self.rank else each for each in self.known]
+        microbatches = {step.microbatch for step in mine.order}
+        known = [  # the order of a rank that ran other ones is not known
+            each if {step.microbatch for step in each.order} == microbatches else replace(each, order=())
+            for each in self.known
+        ]
+        try:
+            self.follow(plans_of(known, self._limits))
+        except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
+            warn(f"The plan stays as it is, although this rank now runs something else: {error}")

@@ -2,7 +2,7 @@
 
 `[Note: following stages]`  Neither a module nor autograd knows the microbatch.  A schedule passes it to the methods
 `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` of its stages.  So a followed schedule or
-stage gets methods in its ``__dict__``, as a followed module does, which call an `Observer` around those of its class.
+stage gets methods in its ``__dict__``, as a followed module does, in which those of its class run inside of a context.
 They refer to it weakly; schedules and stages are not copied, as they refer to process groups.  The metadata inference
 of the first step calls the module, and none of these methods.
 """
@@ -13,20 +13,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from .._torch.modules import Follower
 from ..schedule.pipeline import Computation, Step
-
-
-class Observer(Protocol):
-    """Sees the steps of a schedule and what is computed in them."""
-
-    def step(self, schedule: Any) -> AbstractContextManager[None]:
-        """Return a context for one step of the schedule."""
-
-    def computing(self, stage: Any, step: Step, inputs: Any = ()) -> AbstractContextManager[None]:
-        """Return a context for one computation of a stage, whose forward is called with `inputs`."""
 
 
 class _Follower(Follower):
@@ -34,9 +24,9 @@ class _Follower(Follower):
 
     entry = "_actoffload_pipeline"
 
-    def __init__(self, followed: Any, observer: Observer) -> None:
+    def __init__(self, followed: Any, handle: Any, around: Callable[..., AbstractContextManager[None]]) -> None:
         super().__init__(followed)
-        self.observer = observer
+        self.handle, self.around = handle, around
 
 
 def _forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> tuple[Computation, int, Any]:
@@ -61,19 +51,18 @@ _COMPUTATIONS: dict[str, Callable[..., tuple[Computation, int, Any]]] = {
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Return the method of a follower that calls the original one in a context of the observer."""
+    """Return the method of a follower that calls the original one in the context."""
 
     def method(follower: _Follower, *args: Any, **kwargs: Any) -> Any:
         followed, original = follower.ref(), follower.original(name)
         assert followed is not None
         if vars(followed).get(follower.entry) is not follower:  # another library may call ours after removal
             return original(*args, **kwargs)
-        if name == "step":
-            context = follower.observer.step(followed)
-        else:
+        given: tuple[Any, ...] = ()
+        if name in _COMPUTATIONS:
             computation, microbatch, inputs = _COMPUTATIONS[name](*args, **kwargs)
-            context = follower.observer.computing(followed, Step(followed.stage_index, computation, microbatch), inputs)
-        with context:
+            given = Step(followed.stage_index, computation, microbatch), inputs
+        with follower.around(followed, *given):
             return original(*args, **kwargs)
 
     return method
@@ -82,12 +71,21 @@ def _method(name: str) -> Callable[..., Any]:
 _METHODS = {name: _method(name) for name in ("step", *_COMPUTATIONS)}
 
 
-def follow(schedule: Any, stages: Sequence[Any], observer: Observer) -> None:
-    """Let an observer see the steps of a schedule and what its stages compute; all or nothing."""
+def follow(
+    schedule: Any,
+    stages: Sequence[Any],
+    handle: Any,
+    step: Callable[[Any], AbstractContextManager[None]],
+    computing: Callable[[Any, Step, Any], AbstractContextManager[None]],
+) -> None:
+    """Run the steps of a schedule, and what its stages compute, inside of contexts; all or nothing.
+
+    `step` gets the schedule; `computing` gets the stage, the step and what its forward is called with.
+    """
     try:
         for each in (*stages, schedule):
+            follower = _Follower(each, handle, step if each is schedule else computing)
             names = ["step"] if each is schedule else [name for name in _COMPUTATIONS if hasattr(each, name)]
-            follower = _Follower(each, observer)
             follower.install({name: MethodType(_METHODS[name], follower) for name in names})
     except BaseException:
         unfollow((*stages, schedule))
@@ -102,10 +100,10 @@ def unfollow(followed: Sequence[Any]) -> None:
             follower.strip(vars(each))
 
 
-def observer_of(schedule: Any) -> Observer | None:
-    """Return what sees the steps of a schedule, or None."""
+def handle_of(schedule: Any) -> Any:
+    """Return the handle that follows a schedule, or None."""
     follower: _Follower | None = vars(schedule).get(_Follower.entry)
-    return None if follower is None else follower.observer
+    return None if follower is None else follower.handle
 
 
 # What is used of schedules and stages; where PyTorch is built without them, nothing is a schedule

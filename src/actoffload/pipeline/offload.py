@@ -1,4 +1,4 @@
-"""The function `offload` for a whole model and for a pipeline schedule, and the handle of a schedule."""
+"""The function `offload` for a whole model and for a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from .._arguments import checked_limits
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..engine.statistics import Statistics
 from ..model import OffloadHandle, offload_model
 from ..model.select import check_entries
 from ..replay import Policy, PolicyArgument, policy_for
-from ..report.report import RankReports, Report, gather_reports
-from ..schedule.pipeline import PipelinePlan, Step
 from ..schedule.plan import Plan
 from .conductor import Conductor
-from .follow import NAMES, follow, is_schedule, is_supported, observer_of, stages_of
+from .first_steps import FirstSteps
+from .follow import NAMES, handle_of, is_schedule, is_supported, stages_of
+from .handle import PipelineHandle
 from .planning import Limits, PipelineRanks, Settings
-from .runner import MEASURING, Runner
 from .stages import RankStage, entries_of, replicas_of
 
 
@@ -219,7 +217,7 @@ def _offload_schedule(
     name = type(schedule).__name__
     if not is_supported(schedule):
         raise ValueError(f"offload got a {name}, which is not supported; expected one of {', '.join(NAMES)}.")
-    if observer_of(schedule) is not None:
+    if handle_of(schedule) is not None:
         raise ValueError(
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
             "returns it."
@@ -252,14 +250,12 @@ def _offload_schedule(
     shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
-    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, exchange)
+    handle = PipelineHandle(schedule, stages, FirstSteps(made, conductor, rank, exchange, limits), settings)
     missing = unsupported()
-    if missing is None:
-        follow(schedule, stages, runner)
-    else:
+    if missing is not None:
+        handle.remove()
         warn(missing)
-        runner.remove()
-    return PipelineHandle(runner)
+    return handle
 
 
 def _shown(recompute: Any) -> Any:
@@ -267,107 +263,3 @@ def _shown(recompute: Any) -> Any:
     if isinstance(recompute, (bool, str)):
         return recompute
     return "a policy" if callable(recompute) else f"a policy of {', '.join(sorted(map(str, recompute)))}"
-
-
-# The handle
-
-
-class PipelineHandle:
-    """Offloading of the stages of one rank; made by `offload`, ended with `remove` or by leaving its ``with`` block.
-
-    ``print(handle)`` shows the plan of this rank.  The handle may be dropped; offloading lasts as long as the schedule.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    @classmethod
-    def of(cls, schedule: Any) -> PipelineHandle | None:
-        """Return a handle of the schedule that `offload` was called with; None for one that is not offloaded."""
-        if not is_schedule(schedule):
-            raise TypeError(f"PipelineHandle.of got {schedule!r}; expected the schedule that offload was called with.")
-        found = observer_of(schedule)
-        return cls(found) if isinstance(found, Runner) and found.installed else None
-
-    def remove(self) -> None:
-        """End offloading on this rank and free the host memory; call it on every rank, between two steps.
-
-        A second call does nothing.
-        """
-        self._runner.remove()
-
-    @property
-    def installed(self) -> bool:
-        """Whether this handle was not removed."""
-        return self._runner.installed
-
-    def __enter__(self) -> PipelineHandle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    # What was chosen
-
-    @property
-    def plan(self) -> PipelinePlan | None:
-        """The plan of this rank; None until the first steps are measured."""
-        return self._runner.conductor.plan
-
-    @property
-    def settling(self) -> bool:
-        """Whether steps are still measured, and the plan may change at the begin of the next one.
-
-        It is True until the plans of all ranks are final, so ``while handle.settling: schedule.step(...)`` ends in all
-        ranks after the same step.
-        """
-        return self._runner.settling
-
-    @property
-    def order(self) -> tuple[Step, ...]:
-        """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
-        return self._runner.order()
-
-    @property
-    def plans(self) -> tuple[PipelinePlan, ...]:
-        """The plans of all ranks, in order; none until the first steps are measured."""
-        return self._runner.plans
-
-    @property
-    def stages(self) -> dict[int, OffloadHandle]:
-        """The handle of each stage of this rank, by the index of the stage."""
-        return {stage.index: stage.handle for stage in self._runner.stages}
-
-    def __str__(self) -> str:
-        return MEASURING if self.plan is None else str(self.plan)
-
-    def __repr__(self) -> str:
-        stages = ", ".join(map(str, self.stages))
-        return f"<PipelineHandle of rank {self._runner.rank}, stages {stages}>"
-
-    # What happened
-
-    def statistics(self) -> Statistics:
-        """Return counts and bytes of all stages of this rank since `offload` or `reset_statistics` was called.
-
-        On an accelerator they begin anew with each of the first steps, which are measured one by one.
-        """
-        return self._runner.conductor.engine.statistics()
-
-    def reset_statistics(self) -> None:
-        """Reset all counts and sums to zero, and the peaks to what is held now."""
-        self._runner.conductor.engine.reset_statistics()
-
-    def report(self) -> Report:
-        """Return what this rank saves and offloads in a step, and the peak since `offload` or `reset_statistics`.
-
-        Raises a `RuntimeError` if no step has ended.
-        """
-        return self._runner.report()
-
-    def table(self) -> RankReports:
-        """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
-
-        A collective: every rank of the pipeline calls it, between two steps.
-        """
-        return gather_reports(self.report(), self._runner.exchange.group)

@@ -214,6 +214,27 @@ class Recording:
             self.holders = [found[address] for address in addresses]
 
 
+class Offloading:
+    """What handles and contexts have in common: the statistics of an engine, and the passes to report."""
+
+    _engine: Engine
+    _logs: Sequence[PassLog]
+
+    def statistics(self) -> Statistics:
+        """Return counts and bytes since offloading began or `reset_statistics` was called."""
+        return self._engine.statistics()
+
+    def reset_statistics(self) -> None:
+        """Reset all counts and sums to zero, and the peaks to what is held now."""
+        self._engine.reset_statistics()
+        for log in self._logs:
+            log.reset()
+
+    def trim(self) -> int:
+        """Free pinned host memory that no saved tensor uses now, as after a huge batch; return the bytes freed."""
+        return self._engine.fit()
+
+
 # The report
 
 INPUT = Holder("input", "", "the model")

@@ -1,0 +1,208 @@
+"""The handle of a schedule: its steps are measured first, planned together with the other ranks, and then follow."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._warnings import warn
+from ..model.handle import Handle, OffloadHandle
+from ..report.report import GroupReport, RankReports, Report, gather_reports
+from ..schedule.pipeline import Computation, PipelinePlan, Step, read_order
+from ..tune.exchange import LostRankError
+from ..tune.script import Steps
+from .first_steps import FirstSteps
+from .follow import actions_of, follow, handle_of, is_schedule, unfollow
+from .planning import Plans, Settings, decision, disagreement
+from .stages import replicas_of
+
+logger = logging.getLogger("actoffload")
+
+MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
+NOT_MET = "So nothing is offloaded on this rank. Call actoffload.offload(schedule) on every rank before the first step."
+LOST = (
+    "So this rank offloads from here on what it offloads now. Run the same number of steps on every rank, and call "
+    "remove() of the handles on all of them."
+)
+
+
+class PipelineHandle(Handle):
+    """Offloading of the stages of one rank; made by `offload`, ended with `remove` or by leaving its ``with`` block.
+
+    ``print(handle)`` shows the plan of this rank.  The handle may be dropped; offloading lasts as long as the schedule.
+    """
+
+    def __init__(self, schedule: Any, stages: Sequence[Any], first: FirstSteps, settings: Settings) -> None:
+        self._conductor, self._engine = first.conductor, first.conductor.engine
+        self._logs = [stage.handle._log for stage in first.stages]
+        # Weak references: the schedule and its stages refer to this object.
+        self._followed = [weakref.ref(each) for each in (*stages, schedule)]
+        self._first, self._settings = first, settings
+        self._script: Steps[Plans] | None = first.run()  # None once the plans are final
+        self._number = 0  # of steps with backward that began
+        follow(schedule, stages, self, self._step, self._conductor.computing)
+
+    @classmethod
+    def of(cls, schedule: Any) -> PipelineHandle | None:
+        """Return the handle of the schedule that `offload` was called with; None for one that is not offloaded."""
+        if not is_schedule(schedule):
+            raise TypeError(f"PipelineHandle.of got {schedule!r}; expected the schedule that offload was called with.")
+        handle: PipelineHandle | None = handle_of(schedule)
+        return handle
+
+    def remove(self) -> None:
+        """End offloading on this rank and free the host memory; call it on every rank, between two steps.
+
+        A second call does nothing.
+        """
+        if not self._removed:
+            if self._script is not None and self._number:  # the others wait for this rank from the first step on
+                self._first.exchange.leave()
+            self._removed = True
+            unfollow([each for ref in self._followed if (each := ref()) is not None])
+            for stage in self._first.stages:
+                stage.handle.remove()
+            self._engine.close()
+
+    # Steps
+
+    @contextmanager
+    def _step(self, schedule: Any) -> Iterator[None]:
+        """Follow one step of the schedule."""
+        # A step runs no backward in `eval`, and none without a loss.
+        training = getattr(schedule, "_has_backward", True) and torch.is_grad_enabled()
+        if training:
+            self._before()
+        self._conductor.begin(training=training)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            changed = self._conductor.end(failed=failed)
+            if training:
+                self._first.end(failed=failed, changed=changed)
+
+    def _before(self) -> None:
+        """Begin a step; see `planning` [Note: exchanges]."""
+        self._number += 1
+        try:
+            if self._number == 1:
+                # Find the ranks that run the same stages, and compare the arguments of all.
+                replicas = replicas_of(ref() for ref in self._followed)
+                wrong = disagreement(self._first.exchange.meet(self._settings, replicas))
+                if wrong:
+                    self.remove()
+                    raise ValueError(wrong)
+            if self._script is not None:
+                self._first.begin(next(self._script))
+        except StopIteration as stop:
+            if stop.value is None:
+                self._lose("The first steps were interrupted.")
+            else:
+                self._keep(stop.value)
+        except LostRankError as lost:
+            self._lose(str(lost))
+
+    def _lose(self, problem: str) -> None:
+        """Go on without the other ranks: without offloading where they were never met."""
+        self._first.exchange.leave()
+        self._script = None
+        if self._number == 1:
+            self.remove()
+        warn(f"{problem} {NOT_MET if self._number == 1 else LOST}")
+
+    def _keep(self, plans: Plans) -> None:
+        """Follow the plans that are final."""
+        self._script = None
+        self._first.follow(plans)
+        plan = self.plan
+        if plan is not None and self._engine.backend.times:
+            self._engine.fit(plan.host_bytes)
+        if self._first.rank == 0:
+            logger.info("%s", decision(plans))
+
+    # What was chosen
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The plan of this rank; None until the first steps are measured."""
+        return self._conductor.plan
+
+    @property
+    def settling(self) -> bool:
+        """Whether steps are still measured, and the plan may change at the begin of the next one.
+
+        It is True until the plans of all ranks are final, so ``while handle.settling: schedule.step(...)`` ends in all
+        ranks after the same step.
+        """
+        return self.installed and self._script is not None
+
+    @property
+    def order(self) -> tuple[Step, ...]:
+        """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
+        schedule = self._followed[-1]()
+        return self._conductor.learned.order or read_order(actions_of(schedule, self._first.rank))
+
+    @property
+    def plans(self) -> tuple[PipelinePlan, ...]:
+        """The plans of all ranks, in order; none until the first steps are measured."""
+        return self._first.plans
+
+    @property
+    def stages(self) -> dict[int, OffloadHandle]:
+        """The handle of each stage of this rank, by the index of the stage."""
+        return {stage.index: stage.handle for stage in self._first.stages}
+
+    def __str__(self) -> str:
+        return MEASURING if self.plan is None else str(self.plan)
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, self.stages))
+        return f"<PipelineHandle of rank {self._first.rank}, stages {stages}>"
+
+    # What happened
+
+    def report(self) -> Report:
+        """Return what this rank saves and offloads in a step, and the peak since `offload` or `reset_statistics`.
+
+        On an accelerator the statistics begin anew with each of the first steps, which are measured one by one.
+        Raises a `RuntimeError` if no step has ended.
+        """
+        learned, plan, statistics = self._conductor.learned, self.plan, self.statistics()
+        if not learned.order:
+            raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
+        forwards = Counter(step.stage for step in learned.order if step.computation is Computation.FORWARD)
+        chunks = Counter((chunk.stage, chunk.group) for chunk in (() if plan is None else plan.transfers))
+        groups = []
+        for stage in self._first.stages:
+            index, sizes = stage.index, stage.steering.sizes
+            if plan is not None and not stage.steering.saved:  # no step has run with it yet
+                sizes = plan.nbytes[index]
+            again = () if plan is None else plan.saves.get(index, ())
+            for k, (name, nbytes) in enumerate(zip(stage.steering.names, sizes, strict=False)):
+                number, recomputed = chunks[index, k], bool(again) and again[k] is not None
+                saved: dict[str, Any] = {"bytes_saved": nbytes * forwards[index], "bytes_offloaded": nbytes * number}
+                groups.append(GroupReport(name, f"stage {index}", forwards[index], number, recomputed, **saved))
+        return Report(
+            groups=tuple(groups),
+            passes=statistics.passes,
+            peak_resident_bytes=self._first.peak if self._conductor.scoped else statistics.peak_resident_bytes,
+            host_bytes=statistics.host_bytes,
+            host_bytes_high_water=statistics.host_bytes_high_water,
+            because=MEASURING if plan is None else plan.because,
+            times=self._engine.backend.times,
+        )
+
+    def table(self) -> RankReports:
+        """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
+
+        A collective: every rank of the pipeline calls it, between two steps.
+        """
+        return gather_reports(self.report(), self._first.exchange.group)
