@@ -14,7 +14,7 @@ from torch.nn import Linear, Parameter
 
 import actoffload
 from actoffload import _torch
-from actoffload._torch import autograd, modules
+from actoffload._torch import modules, tensors
 
 SOURCES = Path(actoffload.__file__).parent
 
@@ -211,7 +211,7 @@ def test_autograd_nodes_have_the_names_that_identify_casts() -> None:
         type(node).__name__
         for node in (weight.to(torch.bfloat16).grad_fn, weight.t().grad_fn, weight.transpose(0, 1).grad_fn)
     }
-    assert made == autograd.CASTS
+    assert made == tensors.CASTS
 
 
 class View(torch.autograd.Function):
@@ -228,10 +228,10 @@ def test_what_nodes_that_save_nothing_have_made_is_saved_as_an_input() -> None:
     leaf = torch.randn(3, 2, requires_grad=True)
     x, edited = leaf * 1.0, leaf * 1.0
     edited[0].exp_()
-    assert all(map(autograd.saved_as_input, [leaf.t(), x.t(), x[0], x.view(-1), x + 1.0, x.to(torch.float64)]))
-    assert not any(map(autograd.saved_as_input, [leaf, x, x.exp(), View.apply(x), View.apply(x).t().sin()]))
+    assert all(map(tensors.saved_as_input, [leaf.t(), x.t(), x[0], x.view(-1), x + 1.0, x.to(torch.float64)]))
+    assert not any(map(tensors.saved_as_input, [leaf, x, x.exp(), View.apply(x), View.apply(x).t().sin()]))
     assert type(edited.grad_fn).__name__ == "CopySlices"
-    assert not any(map(autograd.saved_as_input, [edited, edited.t()]))
+    assert not any(map(tensors.saved_as_input, [edited, edited.t()]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch.compile is imported

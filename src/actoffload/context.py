@@ -14,8 +14,7 @@ import torch
 from . import device as devices
 from ._arguments import check_kind, check_whole, number_of_bytes
 from ._torch import unsupported
-from ._torch.autograd import SavedTensorHooks
-from ._torch.tensors import leaves
+from ._torch.tensors import SavedTensorHooks, leaves
 from ._warnings import warn
 from .device import ReferenceDevice
 from .engine.eligibility import running, unwatch, watch

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Wave, Waves, data, measured, moved, nothing_installed, offload
 
 import actoffload
-from actoffload._torch.autograd import saved_tensor_hooks
+from actoffload._torch.tensors import saved_tensor_hooks
 from actoffload.engine.passes import ModelPass
 from actoffload.model import follow
 from actoffload.report import Reason

@@ -12,7 +12,7 @@ from timed_device import Timed, TimedBlock
 from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
-from actoffload._torch.autograd import saved_tensor_hooks
+from actoffload._torch.tensors import saved_tensor_hooks
 from actoffload.device import use
 from actoffload.pipeline.follow import NAMES
 

@@ -17,10 +17,9 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from .._torch.autograd import CASTS
 from .._torch.modules import RESHARD, registered
 from .._torch.subclasses import Wrappers, plain_parts, unchanged
-from .._torch.tensors import address, base_of, is_freed, storage_expired, storage_weakref, version_of
+from .._torch.tensors import CASTS, address, base_of, is_freed, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
 from .host_pool import Resources
 from .layout import View

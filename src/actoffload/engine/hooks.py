@@ -16,7 +16,6 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch.autograd import next_node, saved_as_input
 from .._torch.modules import NOT_COMPILED, current_module, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
@@ -29,7 +28,7 @@ from .._torch.subclasses import (
     take_apart,
     version_in,
 )
-from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
+from .._torch.tensors import address, base_of, next_node, saved_as_input, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import StreamPosition
 from ..schedule.execution_order import OUTSIDE, Roles

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 
-from .._torch.autograd import saved_as_input
 from .._torch.modules import NOT_COMPILED, opaque
-from .._torch.tensors import version_of
+from .._torch.tensors import saved_as_input, version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition
 from .eligibility import ModuleTensors

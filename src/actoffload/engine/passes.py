@@ -21,10 +21,9 @@ from typing import Any, Generic
 
 import torch
 
-from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, stands_for_another
 from .._torch.modules import NOT_COMPILED, opaque
 from .._torch.subclasses import plain_parts
-from .._torch.tensors import address
+from .._torch.tensors import NO_BACKWARD, address, after_backward, backward_id, stands_for_another
 from ..device.base import Backend
 from ..schedule.execution_order import OUTSIDE, ExecutionOrder, Key, Roles
 from ..schedule.plan import Do, When

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from .._torch.autograd import backward_id
+from .._torch.tensors import backward_id
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .host_pool import Resources, dropped, settle

@@ -31,9 +31,18 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from .._text import fold, fold_names
-from .._torch.autograd import NO_BACKWARD, backward_id, in_transform, saved_tensor_hooks
 from .._torch.modules import is_compiled, opaque, registered
-from .._torch.tensors import address, leaves, storage_address, tree_flatten, tree_leaves, tree_unflatten
+from .._torch.tensors import (
+    NO_BACKWARD,
+    address,
+    backward_id,
+    in_transform,
+    leaves,
+    saved_tensor_hooks,
+    storage_address,
+    tree_flatten,
+    tree_unflatten,
+)
 from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
@@ -228,7 +237,7 @@ def _count_saved(
     hooks = saved_tensor_hooks()
     if hooks is None or backward_id() != NO_BACKWARD:
         return function(*args, **kwargs)
-    seen = {*map(storage_address, (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))))}
+    seen = {*map(storage_address, (*module.parameters(), *module.buffers(), *leaves((args, kwargs))))}
     held = list[StorageRef]()  # no other storage gets the address of one that is dropped
 
     def pack(tensor: torch.Tensor) -> Any:

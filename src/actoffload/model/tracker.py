@@ -12,16 +12,16 @@ from weakref import WeakSet, ref
 import torch
 
 from .._torch import unsupported
-from .._torch.autograd import (
+from .._torch.modules import opaque, tracing
+from .._torch.tensors import (
     NO_BACKWARD,
     SavedTensorHooks,
     backward_id,
     in_transform,
+    leaves,
     saved_tensor_hooks,
     saved_tensor_hooks_disabled,
 )
-from .._torch.modules import opaque, tracing
-from .._torch.tensors import leaves
 from .._warnings import explainers, warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.hooks import Packer, unpack

@@ -25,10 +25,18 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
 from .._torch.modules import opaque, registered
 from .._torch.subclasses import changed, plain_parts
-from .._torch.tensors import address, is_freed, leaves, version_of
+from .._torch.tensors import (
+    NO_BACKWARD,
+    address,
+    after_backward,
+    backward_id,
+    is_freed,
+    keeps_graph,
+    leaves,
+    version_of,
+)
 from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
 from .program import WHOLE, Drop, ExpectedTensor, Program, copy_of, on_value

@@ -16,13 +16,20 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
-from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dispatch
+from .._torch.tensors import (
+    NO_BACKWARD,
+    after_backward,
+    backward_id,
+    below_autograd,
+    is_freed,
+    no_autocast,
+    no_torch_dispatch,
+)
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .policy import rules_of
@@ -104,22 +111,16 @@ Times = list[tuple[StreamEvent, StreamEvent]]
 """Events around the operators of a program."""
 
 
-class SavedValue(Protocol):
-    """What a call saved."""
-
-    tensor: Tensor | None
-
-
 def prove(
     program: Program,
     source: Callable[[int], Tensor],
-    saved: Mapping[int, SavedValue],
+    saved: Mapping[int, Any],
     droppable: Collection[int],
     beginning: RngPosition | None,
 ) -> set[int]:
     """Make all values again and compare them with the real ones, and return those that are not the same.
 
-    `source` returns the tensor of a source, `saved` has the saved tensors by entry.  Values that are `droppable` are
+    `source` returns the tensor of a source, `saved` has the slots by entry.  Values that are `droppable` are
     dropped if they are equal.
     """
     real: dict[int, list[int]] = {}
@@ -200,7 +201,7 @@ def _run(program: Program, step: Step, values: dict[int, Tensor], beginning: Rng
         values.update((value, copies[value]) for _, value in step.made)
 
 
-def _same(tensor: Tensor | None, view: View | None, entries: Iterable[tuple[SavedValue, Any]]) -> bool:
+def _same(tensor: Tensor | None, view: View | None, entries: Iterable[tuple[Any, Any]]) -> bool:
     """Return whether a value that was made again lies as `view` says, and has the bits of what was saved on it."""
     if tensor is None or view is None or tensor.dtype is not view.dtype:
         return False

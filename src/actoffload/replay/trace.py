@@ -6,23 +6,19 @@ Where it writes all of a value that nothing has saved, as ``relu_`` does behind 
 returns a new tensor makes the new value.
 
 A value has a *maker*, the operator that returned its storage, or a *source*, an argument of the call or a weight of the
-module.  What has neither is only known where autograd saves it: results of random operators, unless the numbers can be
-drawn again, of factories such as ``empty``, which a kernel that dispatch does not see may fill, and tensors from
-outside of the call.
+module.  What has neither is only known where autograd saves it: random numbers of a CPU, results of factories such as
+``empty``, which a kernel that dispatch does not see may fill, and tensors from outside of the call.
 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
 Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
 
 `[Note: twins]`  Autocast casts the input of three projections three times, and autograd saves each result.  An operator
-that is called again with the same arguments makes the same value, so the program takes the first one in its place.  It
-costs no time, and one of them is held, kept or offloaded in place of three.
+that is called again with the same arguments makes the same value, so the program takes the first one in its place.
 
 `[Note: random numbers]`  The generator of a GPU is a seed and an offset, the count of what was drawn.  An operator that
-begins at the same offset draws the same numbers, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(2011).  So a trace notes how far behind the beginning of its call each operator drew, and a later call where it begins.
-What it drew is dropped only if it has drawn as many numbers as the traced call by then.  In backward the generator is
-set to that place, and back.  So a dropout mask is made again; on a CPU, whose generator is a state of 5 KiB that cannot
-be set forward, it stays.
+begins at the same offset draws the same numbers.  So a trace notes how far behind the beginning of its call each
+operator drew, and a later call where it begins.  If that has drawn as many numbers, backward sets the generator to the
+place, and back.  The generator of a CPU is a state of 5 KiB that cannot be set forward, so its numbers stay.
 """
 
 from __future__ import annotations

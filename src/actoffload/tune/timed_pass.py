@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.autograd import after_backward
 from .._torch.modules import opaque
+from .._torch.tensors import after_backward
 from ..device.base import StreamEvent, current_stream
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
