@@ -409,7 +409,7 @@ class Remake:
                     continue
                 entry = program.trace.entries[slot.number]
                 tensor = on_value(values[entry.value], program.reads[slot.number])
-                if entry.by_function and (program.uses[entry.value] > 1 or entry.value in fill.needed):
+                if entry.by_function and (len(program.saves[entry.value]) > 1 or entry.value in fill.needed):
                     tensor = copy_of(tensor)  # functions that write to values
                 slot.tensor, slot.version = tensor, version_of(tensor)
         self._filled.add(part)

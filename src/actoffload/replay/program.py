@@ -57,6 +57,7 @@ class ExpectedTensor(NamedTuple):
 class Step(NamedTuple):
     """One operator of a program."""
 
+    number: int  # in the trace
     node: Node
     call: Callable[..., Any]
     args: list[Any]
@@ -143,54 +144,46 @@ class Program:
         self, trace: Trace, policy: Policy, min_bytes: int, banned: Collection[int] = (), *, redraw: bool = True
     ) -> None:
         self.trace, self.policy, self.min_bytes, self.banned = trace, policy, min_bytes, banned
+        self.saves: dict[int, list[int]] = {}  # entries by value
+        for number, entry in enumerate(trace.entries):
+            if entry.value != UNKNOWN:
+                self.saves.setdefault(entry.value, []).append(number)
         # Sources, by value: the place among the tensors of the call, the weight, or the entry that saves it.
         self.inputs: dict[int, int] = {}
         self.weights: dict[int, Weight] = {}
         self.kept: dict[int, int] = {}
-        self.sources: Collection[int] = set()
+        self.sources = set[int]()
         stands = self._choose(redraw)
-        self.dropped = frozenset(e.value for e in trace.entries if e.value in stands and e.value not in self.sources)
+        self.dropped = frozenset((self.saves.keys() & stands.keys()) - self.sources)
         needed, _ = self._makers(self.dropped, ())
         # By the place of the operator in the trace, in that order.
-        self.steps = {number: self._step(self.trace.nodes[number], stands) for number in sorted(needed)}
+        self.steps = {number: self._step(number, stands) for number in sorted(needed)}
         self.redraws = any(step.node.drawn is not None for step in self.steps.values())
         used = {value for step in self.steps.values() for value in step.reads}
-        self.sources = used.intersection(self.sources)
+        self.sources &= used
         self.inputs = {value: place for value, place in self.inputs.items() if value in used}
         self.weights = {value: weight for value, weight in self.weights.items() if value in used}
         self.kept = {value: number for value, number in self.kept.items() if value in used}
         self.reads: dict[int, _Read] = {}  # by entry of a dropped value: how it lies on the value
-        self.firsts: dict[int, int] = {}  # dropped values, by the entry that saves each first
-        self.uses = Counter[int]()  # by dropped value: its entries
         self.parts: dict[int, set[int]] = {}  # the dropped values of each
         for number, entry in enumerate(trace.entries):
             if entry.value in self.dropped:
-                read = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type]
-                assert read is not None
-                self.reads[number] = read
-                if entry.value not in self.uses:
-                    self.firsts[number] = entry.value
-                self.uses[entry.value] += 1
+                self.reads[number] = _read(Place(entry.value, entry.view), stands[entry.value])  # type: ignore[arg-type,assignment]
                 self.parts.setdefault(entry.segment, set()).add(entry.value)
         self.expected = [self._expect(number, entry) for number, entry in enumerate(trace.entries)]  # None: unknown
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
         self.held = self._find_held()  # see [Note: parts]
-        made = (value for step in self.steps.values() for _, value in step.made)
-        ends = [value for value in made if value in self.dropped and value not in used]
-        ends = sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED]
-        samples = {number: value for number, value in self.firsts.items() if value in ends}
-        self.drops_at, self.last_drop = self._plan_drops(samples)
+        # Nothing else is made from the values of which samples are compared.
+        ends = sorted(self.dropped - used, key=lambda value: (-trace.values[value].nbytes, value))
+        self._sampled = frozenset(ends[:SAMPLED])
+        self.drops_at, self.last_drop = self._plan_drops()
         self._fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = {}
 
     # What is dropped
 
     def _choose(self, redraw: bool) -> dict[int, View]:
         """Choose the sources; return how the tensor lies that stands for each value that is a source or can be made."""
-        trace, values = self.trace, self.trace.values
-        saved: dict[int, list[int]] = {}
-        for number, entry in enumerate(trace.entries):
-            if entry.value != UNKNOWN:
-                saved.setdefault(entry.value, []).append(number)
+        trace, values, saves = self.trace, self.trace.values, self.saves
         stands: dict[int, View] = {}
         for number, value in enumerate(values):
             if isinstance(value.source, int):
@@ -205,16 +198,17 @@ class Program:
             if number in self.sources:
                 continue
             node = None if value.maker == UNKNOWN or number in self.banned else trace.nodes[value.maker]
-            stays = node is not None and number in saved and node.name in self.policy.names
+            stays = node is not None and number in saves and node.name in self.policy.names
             if node is not None and not stays and (value.maker in runs or self._may_run(node, stands, redraw)):
                 runs.add(value.maker)
                 assert value.view is not None
-                large = value.nbytes >= self.min_bytes or number not in saved
-                if large and self._fits(number, saved.get(number, ()), value.view):
+                large = value.nbytes >= self.min_bytes or number not in saves
+                places = [trace.entries[each].view for each in saves.get(number, ())]
+                if large and all(place and _read(Place(number, place), value.view) for place in places):
                     stands[number] = value.view
                     continue
-            if number in saved:  # it stays, and programs may read it
-                views = [(view, at) for at in saved[number] if (view := trace.entries[at].view) is not None]
+            if number in saves:  # it stays, and programs may read it
+                views = [(view, at) for at in saves[number] if (view := trace.entries[at].view) is not None]
                 stands[number], self.kept[number] = max(views, key=lambda each: each[0].covered)
                 self.sources.add(number)
         return stands
@@ -224,14 +218,10 @@ class Program:
             return False
         if any(value not in stands for value in node.reads):
             return False
-        places = leaves((node.args, node.kwargs), Place)
-        return all(_read(place, stands[place.value]) is not None for place in places)
+        return all(_read(place, stands[place.value]) for place in leaves((node.args, node.kwargs), Place))
 
-    def _fits(self, number: int, entries: Sequence[int], view: View) -> bool:
-        places = (self.trace.entries[entry].view for entry in entries)
-        return all(place is not None and _read(Place(number, place), view) is not None for place in places)
-
-    def _step(self, node: Node, stands: dict[int, View]) -> Step:
+    def _step(self, number: int, stands: dict[int, View]) -> Step:
+        node = self.trace.nodes[number]
         args = [_with_reads(given, stands) for given in node.args]
         kwargs = {name: _with_reads(given, stands) for name, given in node.kwargs.items()}
         named = [*enumerate(args), *kwargs.items()]
@@ -244,7 +234,7 @@ class Program:
         call = getattr(node.operator, "_op", node.operator)
         reads = tuple(dict.fromkeys(node.reads))
         sources = tuple(value for value in reads if value in self.sources)
-        return Step(node, call, args, kwargs, places, made, reads, sources, scratch)
+        return Step(number, node, call, args, kwargs, places, made, reads, sources, scratch)
 
     def _expect(self, number: int, entry: Entry) -> ExpectedTensor | None:
         view, value = entry.view, entry.value
@@ -258,7 +248,7 @@ class Program:
             view.offset // view.dtype.itemsize,
             value,
             is_dropped=value in self.dropped,
-            is_shared=self.uses[value] > 1,
+            is_shared=value in self.dropped and len(self.saves[value]) > 1,
             is_source=self.kept.get(value) == number,
             place=self.inputs[value] if same else -1,
         )
@@ -312,37 +302,27 @@ class Program:
     def runs(self) -> Counter[int]:
         """Return how often each operator runs if backward comes to the parts in reverse order."""
         present, others, found = frozenset[int](), set(self.parts), Counter[int]()
-        places = {id(step): number for number, step in self.steps.items()}
         for part in sorted(self.parts, reverse=True):
             others.remove(part)
             fill = self.fill(part, present, frozenset(others))
-            found.update(places[id(step)] for step, _, _ in fill.run)
+            found.update(step.number for step, _, _ in fill.run)
             present = fill.held
         return found
 
-    def _plan_drops(self, samples: Mapping[int, int]) -> tuple[dict[int, Drop], Drop]:
-        """Return what is dropped behind some entries, where a module inside has ended that saved much, and at the end.
+    def _drop(self, values: Collection[int]) -> Drop:
+        parts: dict[int, list[int]] = {}
+        for number in sorted(number for value in values for number in self.saves[value]):
+            parts.setdefault(self.trace.entries[number].segment, []).append(number)
+        firsts = [(self.saves[value][0], value) for value in sorted(values)]
+        return Drop(list(parts.items()), [each for each in firsts if each[1] in self._sampled], firsts)
 
-        `samples` are the values that are compared, by entry.
-        """
+    def _plan_drops(self) -> tuple[dict[int, Drop], Drop]:
+        """Return what is dropped behind entries with which a module inside ends that saved much, and at the end."""
         trace = self.trace
         ready: dict[int, int] = {}  # by value: the entry behind which nothing of it is missing
-        last = {entry.value: number for number, entry in enumerate(trace.entries) if entry.value in self.dropped}
-        for value, number in last.items():
+        for value in self.dropped:
             _, sources = self._makers((value,), ())
-            ready[value] = max([number, *(self.kept[each] for each in sources if each in self.kept)])
-
-        def drop(values: Collection[int]) -> Drop:
-            parts: dict[int, list[int]] = {}
-            for number, entry in enumerate(trace.entries):
-                if entry.value in values:
-                    parts.setdefault(entry.segment, []).append(number)
-            compared, firsts = (
-                [(number, value) for number, value in entries.items() if value in values]
-                for entries in (samples, self.firsts)
-            )
-            return Drop(list(parts.items()), compared, firsts)
-
+            ready[value] = max(self.saves[value][-1], *(self.kept.get(each, 0) for each in sources), 0)
         gone: set[int] = set()
         drops_at: dict[int, Drop] = {}
         for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
@@ -351,9 +331,9 @@ class Program:
             dropped = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in dropped)
             if dropped and nbytes >= self.dropped_bytes / PARTS:
-                drops_at[number] = drop(dropped)
+                drops_at[number] = self._drop(dropped)
                 gone |= dropped
-        return drops_at, drop(self.dropped - gone)
+        return drops_at, self._drop(self.dropped - gone)
 
     # Running
 
