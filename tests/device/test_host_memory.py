@@ -208,84 +208,45 @@ def test_more_is_left_where_tensors_are_large_for_the_memory(limit: int, largest
     assert usable(limit, largest) == pytest.approx((1 - left) * limit)
 
 
-# The NUMA node of a GPU, and the memory policy around an allocation
+# The NUMA node of a GPU, and the threads that touch its memory
 
 
 def host(tmp_path: Path, online: str, node: str | None) -> Path:
-    nodes = tmp_path / "devices/system/node"
-    nodes.mkdir(parents=True)
-    (nodes / "online").write_text(online + "\n")
-    device = tmp_path / "bus/pci/devices/0001:9a:0b.0"
-    device.mkdir(parents=True)
+    write(tmp_path, "devices/system/node/online", online + "\n")
+    device = "bus/pci/devices/0001:9a:0b.0"
+    write(tmp_path, f"{device}/local_cpulist", "4-6,9\n")
     if node is not None:
-        (device / "numa_node").write_text(node + "\n")
+        write(tmp_path, f"{device}/numa_node", node + "\n")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("online", "node", "expected"),
+    ("online", "node", "known"),
     [
-        ("0-1", "1", 1),
-        ("0-1", "0", 0),
-        ("0,2", "2", 2),
-        ("0", "0", None),  # one node: nothing to choose
-        ("0-1", "-1", None),  # the system does not know
-        ("0-1", None, None),  # no such file
-        ("0-1", "one", None),
+        ("0-1", "1", True),
+        ("0,2", "2", True),
+        ("0", "0", False),  # one node: nothing to choose
+        ("0-1", "-1", False),  # the system does not know
+        ("0-1", None, False),  # no such file
+        ("0-1", "one", False),
     ],
 )
-def test_node_of_a_device(tmp_path: Path, online: str, node: str | None, expected: int | None) -> None:
-    assert module.node_of_pci(1, 0x9A, 0x0B, tmp_path) is None, "the host describes nothing"
-    assert module.node_of_pci(1, 0x9A, 0x0B, host(tmp_path, online, node)) == expected
+def test_processors_near_a_device(tmp_path: Path, online: str, node: str | None, known: bool) -> None:
+    assert not module.cpus_near(1, 0x9A, 0x0B, tmp_path), "the host describes nothing"
+    assert module.cpus_near(1, 0x9A, 0x0B, host(tmp_path, online, node)) == ({4, 5, 6, 9} if known else set())
 
 
-class System:
-    """Stands for the system calls: one policy, which may be refused."""
+@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere PyTorch pins memory.")
+def test_threads_on_processors_near_the_device_touch_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen, touch = os.sched_getaffinity(0), [], module.ctypes.memset
 
-    def __init__(self, policy: int, *, refuses: bool = False) -> None:
-        self.policy, self.node, self.refuses = policy, None, refuses
-        self.set_to: list[tuple[int, int | None]] = []
+    def memset(*arguments: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        touch(*arguments)
 
-    def get(self) -> int:
-        return self.policy
-
-    def set(self, mode: int, node: int | None = None) -> bool:
-        if self.refuses:
-            return False
-        self.policy, self.node = mode, node
-        self.set_to.append((mode, node))
-        return True
-
-
-def use(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
-    monkeypatch.setattr(module, "_policy", system.get)
-    monkeypatch.setattr(module, "_set_policy", system.set)
-
-
-def test_the_policy_holds_in_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = System(module.DEFAULT)
-    use(monkeypatch, system)
-
-    def fail() -> None:
-        with module.on_node(1) as preferred:
-            assert preferred
-            assert (system.policy, system.node) == (module.PREFERRED, 1)
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        fail()
-    assert (system.policy, system.node) == (module.DEFAULT, None)
-
-
-@pytest.mark.parametrize(
-    ("system", "node"),
-    [(System(module.DEFAULT), None), (System(2), 1), (System(module.DEFAULT, refuses=True), 1)],
-    ids=["no node", "a policy of the program", "refused"],
-)
-def test_nothing_changes(monkeypatch: pytest.MonkeyPatch, system: System, node: int | None) -> None:
-    use(monkeypatch, system)
-    before = system.policy
-    with module.on_node(node) as preferred:
-        assert not preferred
-    assert system.policy == before
-    assert system.set_to == []
+    monkeypatch.setattr(module.ctypes, "memset", memset)
+    one = {max(before)}
+    for cpus, expected in ((one, one), (set(), before), ({2**14}, before)):  # there are not so many
+        assert module.pin(4096, lambda *_: 0, lambda address: None, cpus) is not None
+        assert seen.pop() == expected
+    assert os.sched_getaffinity(0) == before

@@ -71,7 +71,7 @@ REFUSED = """
 import torch
 from actoffload.device import backend
 import actoffload.device.accelerator as accelerator
-accelerator.pin = lambda nbytes, register, unregister: int(register(8, nbytes, 0)) and None
+accelerator.pin = lambda nbytes, register, unregister, cpus: int(register(8, nbytes, 0)) and None
 assert backend().empty_host(4096).is_pinned()
 assert (torch.ones(8, device="cuda") + 1).sum().item() == 16
 """

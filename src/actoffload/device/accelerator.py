@@ -42,7 +42,7 @@ from .._torch.tensors import (
     sleep_on_device,
 )
 from .base import Backend, Pairs, Stream, StreamEvent
-from .host import check_room, node_of_device, on_node, pin, room, unpin
+from .host import check_room, cpus_near_device, pin, room, unpin
 
 CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
@@ -157,8 +157,8 @@ class Accelerator(Backend):
         memory = None
         if self._pins:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            with on_node(node_of_device(torch.accelerator.current_device_index())):
-                memory = pin(nbytes, runtime.cudaHostRegister, runtime.cudaHostUnregister)
+            cpus = cpus_near_device(torch.accelerator.current_device_index())
+            memory = pin(nbytes, runtime.cudaHostRegister, runtime.cudaHostUnregister, cpus)
             if memory is None:
                 with suppress(RuntimeError):  # CUDA reports a refusal once more, at the next kernel
                     torch.zeros(1, device=self.type)

@@ -4,8 +4,8 @@ Pinned memory cannot be swapped out, and a system that runs out of memory ends a
 So a part of the memory is left to everything else.
 
 A copy between a GPU and memory of another node crosses the link between the processors, which all ranks of the host
-share.  Linux takes the pages of an allocation from the node that the memory policy of the calling thread prefers.  The
-policy is set through system calls, because the C library has no functions for it.
+share.  Linux takes a page from the node of the thread that touches it first, unless the program has a memory policy,
+from ``numactl`` say.  So threads on the node of the GPU touch the pages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -149,7 +148,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def pin(
-    nbytes: int, register: Callable[[int, int, int], object], unregister: Callable[[int], object]
+    nbytes: int,
+    register: Callable[[int, int, int], object],
+    unregister: Callable[[int], object],
+    cpus: Set[int] = frozenset(),
 ) -> torch.Tensor | None:
     """Return pinned memory of Linux as a tensor of `nbytes` bytes; None if the system or the driver refuses.
 
@@ -164,6 +166,8 @@ def pin(
         Size in bytes.
     register, unregister : callable
         ``cudaHostRegister(address, nbytes, flags)``, which returns 0 if it succeeds, and ``cudaHostUnregister``.
+    cpus : set of int
+        The processors on the NUMA node that the memory is to be on; none for any node.
     """
     unpin()
     try:
@@ -177,7 +181,8 @@ def pin(
     memory = torch.frombuffer(view, dtype=torch.uint8)
     address = memory.data_ptr()
     pieces = range(0, nbytes, PIECE)
-    with ThreadPoolExecutor(min(len(pieces), len(os.sched_getaffinity(0)))) as threads:
+    count = min(len(pieces), len(cpus or os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(count, initializer=_run_on, initargs=(cpus,)) as threads:
         list(threads.map(lambda start: ctypes.memset(address + start, 0, min(PIECE, nbytes - start)), pieces))
     if int(register(address, nbytes, 0)):  # type: ignore[call-overload]
         return None
@@ -196,71 +201,36 @@ def unpin() -> None:
 # The NUMA node of the device
 
 SYSFS = Path("/sys")
-CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
-DEFAULT, PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
-NODES = 1024  # bits of a node mask
 
 
-def node_of_pci(domain: int, bus: int, device: int, sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node of a PCI device; None if the host has one node only or does not say."""
+def cpus_near(domain: int, bus: int, device: int, sysfs: Path = SYSFS) -> set[int]:
+    """Return the processors on the NUMA node of a PCI device; none if the host has one node only or does not say."""
     try:
-        online = (sysfs / "devices/system/node/online").read_text().strip()
-        path = sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"
-        node = int(path.read_text())
+        online = (sysfs / "devices/system/node/online").read_text()
+        path = sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0"
+        if int((path / "numa_node").read_text()) < 0 or len(_numbers(online)) < 2:
+            return set()
+        return _numbers((path / "local_cpulist").read_text())
     except (OSError, ValueError):
-        return None
-    several = "," in online or "-" in online  # "0-1" or "0,2"
-    return node if several and 0 <= node < NODES else None  # -1: not known
+        return set()
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers of a list such as "0-3,8"."""
+    ranges = (part.split("-") for part in text.strip().split(",") if part)
+    return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 @lru_cache(maxsize=64)
-def node_of_device(index: int) -> int | None:
-    """Return the NUMA node of a CUDA device; None if the host has one node only or does not say."""
+def cpus_near_device(index: int) -> set[int]:
+    """Return the processors on the NUMA node of a CUDA device; none if the host has one node only or does not say."""
     found = torch.cuda.get_device_properties(index)
     address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in address:
-        return None
-    return node_of_pci(*map(int, address))  # type: ignore[arg-type]
+    return set() if None in address else cpus_near(*map(int, address))  # type: ignore[arg-type]
 
 
-@contextmanager
-def on_node(node: int | None) -> Iterator[bool]:
-    """Prefer a NUMA node for memory that this thread allocates in a ``with`` block; yield whether that was possible.
-
-    Nothing changes where no node is given, where the thread has a memory policy already, from ``numactl`` say, and
-    where the system refuses.
-    """
-    preferred = node is not None and _policy() == DEFAULT and _set_policy(PREFERRED, node)
-    try:
-        yield preferred
-    finally:
-        if preferred:
-            _set_policy(DEFAULT)
-
-
-def _policy() -> int | None:
-    """Return the memory policy of this thread; None if the system does not say."""
-    mode = ctypes.c_int(-1)
-    calls = CALLS.get(platform.machine())
-    if calls is None or _call(calls[1], ctypes.byref(mode), None, 0, None, 0) != 0:
-        return None
-    return mode.value
-
-
-def _set_policy(mode: int, node: int | None = None) -> bool:
-    mask = (ctypes.c_ulong * (NODES // 64))()
-    if node is not None:
-        mask[node // 64] = 1 << node % 64
-    bits = 0 if node is None else NODES
-    return _call(CALLS[platform.machine()][0], mode, None if node is None else mask, bits) == 0
-
-
-def _call(number: int, *arguments: object) -> int:
-    """Make a system call of Linux; return -1 if it fails or there is none."""
-    try:
-        function = ctypes.CDLL(None).syscall
-    except (OSError, TypeError, AttributeError):
-        return -1
-    function.restype = ctypes.c_long
-    wide = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-    return int(function(ctypes.c_long(number), *wide))
+def _run_on(cpus: Set[int]) -> None:
+    """Let the calling thread run on some processors, if the system allows it."""
+    if cpus:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cpus)
