@@ -6,7 +6,7 @@ Nothing is recorded, and no event is made, while no recorder is installed.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -93,18 +93,13 @@ class Counters:
         """Start every count and sum anew; what is resident now is the new peak."""
         self.passes = self.tensors_saved = self.tensors_offloaded = self.reloaded_ahead = self.reloaded_on_demand = 0
         self.bytes_saved = self.bytes_offloaded = self.bytes_reloaded = 0
-        self._kept: dict[Reason, list[int]] = {}
-        self._peak = self.resident_bytes
+        self.tensors_kept, self.bytes_kept = Counter[Reason](), Counter[Reason]()
+        self.peak_resident_bytes = self.resident_bytes
 
     def keep(self, reason: Reason, nbytes: int, count: int = 1) -> None:
         """Count tensors that are kept, by reason."""
-        entry = self._kept.setdefault(reason, [0, 0])
-        entry[0] += count
-        entry[1] += nbytes
-
-    def kept(self, reason: Reason) -> int:
-        """Return how many tensors were kept for a reason."""
-        return self._kept.get(reason, [0])[0]
+        self.tensors_kept[reason] += count
+        self.bytes_kept[reason] += nbytes
 
     def saved(self, nbytes: int, resources: Resources) -> None:
         """Count a storage that was saved, and is on the device."""
@@ -127,8 +122,8 @@ class Counters:
         # No call in between: see [Note: finalizers].
         resources.nbytes += nbytes
         self.resident += nbytes
-        if self.resident > self._peak:
-            self._peak = self.resident
+        if self.resident > self.peak_resident_bytes:
+            self.peak_resident_bytes = self.resident
 
     def _settle(self) -> None:
         """Subtract what was dropped."""
@@ -146,16 +141,10 @@ class Counters:
 
     def snapshot(self, **host: int) -> Statistics:
         """Return the sums as statistics; `host` is its fields that describe host memory."""
-        names = {field.name for field in fields(Statistics)}
-        sums: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
-        return Statistics(
-            **sums,
-            **host,
-            tensors_kept={reason: entry[0] for reason, entry in self._kept.items()},
-            bytes_kept={reason: entry[1] for reason, entry in self._kept.items()},
-            resident_bytes=self.resident_bytes,
-            peak_resident_bytes=self._peak,
-        )
+        names = {each.name for each in fields(Statistics)} - host.keys()
+        sums: dict[str, Any] = {name: getattr(self, name) for name in names}
+        sums |= {name: dict(sums[name]) for name in ("tensors_kept", "bytes_kept")}
+        return Statistics(**sums | host)
 
 
 # Recording a step

@@ -68,7 +68,7 @@ class TimedPass:
         self.shared = 0  # bytes that many groups save
         self.waiting = 0  # earlier passes whose backward is still to come
         self.graphless = frozenset[int]()  # groups that ran and saved nothing, as they are frozen
-        self._refused_before = counters.kept(Reason.HOST_FULL)
+        self._refused_before = counters.tensors_kept[Reason.HOST_FULL]
         self.peak = 0  # bytes of device memory, from its begin to its end; 0 if not known
         self.allocated = (backend.allocated() or (0, 0))[0] if memory else 0  # bytes of device memory before it
         self._begun = backend.record_timed(current_stream(backend))
@@ -106,7 +106,7 @@ class TimedPass:
 
     def shown(self, peak: int, *, ran: bool = True) -> Shown:
         """Return what it showed; the peak is that for the inputs of the plan.  `ran`: its groups were called."""
-        refused = self._counters.kept(Reason.HOST_FULL) > self._refused_before
+        refused = self._counters.tensors_kept[Reason.HOST_FULL] > self._refused_before
         return Shown(self.seconds() if self._memory else 0.0, peak, self.elements, ran=ran, refused=refused)
 
     def wait(self) -> None:
