@@ -266,9 +266,9 @@ class HostPool:
             freed = before - self.bytes_held
             _given_back[0] += freed
             self._backend.release_host()
-            if grow and self.bytes_held < nbytes:
-                missing = -(-(nbytes - self.bytes_held) // GRANULE) * GRANULE
-                self._grow(missing if self._max_bytes is None else min(missing, self._max_bytes - self.bytes_held))
+            if grow:
+                most = nbytes + GRANULE - 1 if self._max_bytes is None else min(nbytes + GRANULE - 1, self._max_bytes)
+                self._grow((most - self.bytes_held) // GRANULE * GRANULE)
             self.doubling = self.broken = False
         return freed
 
