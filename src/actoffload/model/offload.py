@@ -15,7 +15,7 @@ from .._text import fold_names
 from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..replay import everything, policy_for
+from ..replay.policy import everything, policy_for
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from ..tune.exchange import ModelRanks

@@ -47,18 +47,12 @@ from ..device.base import Backend, current_stream
 from ..engine.eligibility import StorageRef
 from ..engine.hooks import Packer, unpack
 from ..planner import OperatorCost
-from ..replay import (
-    Alarm,
-    FollowingCall,
-    FunctionCall,
-    Policy,
-    Program,
-    Times,
-    TracedCall,
-    Tracer,
-    measure,
-    same,
-)
+from ..replay.call import FollowingCall, TracedCall
+from ..replay.policy import Policy
+from ..replay.program import Program
+from ..replay.proof import Alarm, Times, measure
+from ..replay.trace import FunctionCall, same
+from ..replay.tracer import Tracer
 from .follow import KEPT, FollowedModule
 
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from ..engine.passes import ModelPass
-from ..replay import Policy, names_of, saving
+from ..replay.policy import Policy
 from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan
 from .follow import ModelState
@@ -97,7 +97,10 @@ def recomputing(plan: Plan, order: Sequence[int], policies: Mapping[int, Policy]
     if not policies:
         return plan
     saves = plan.saves or (None,) * len(order)
-    found = [names_of(policies[key]) if key in policies else policy for key, policy in zip(order, saves, strict=True)]
+    found = [
+        tuple(sorted(policies[key].names | policies[key].kept)) if key in policies else policy
+        for key, policy in zip(order, saves, strict=True)
+    ]
     return replace(plan, saves=tuple(found))
 
 
@@ -114,7 +117,9 @@ class RolesOfPlan:
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = state.names(range(len(state.groups)))
         self.recompute = dict(always) | {
-            k: saving(stays, holds=plan.holds) for k, name in enumerate(names) if (stays := saves.get(name)) is not None
+            k: Policy(frozenset(stays), holds=plan.holds)
+            for k, name in enumerate(names)
+            if (stays := saves.get(name)) is not None
         }
 
         @lru_cache(maxsize=64)  # of a model whose order changes

@@ -27,7 +27,7 @@ from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
-from ..replay import remove_tracers
+from ..replay.tracer import remove_tracers
 from ..schedule.execution_order import ExecutionOrder
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Replays, RunningCall

@@ -21,7 +21,7 @@ from .._torch.tensors import leaves
 from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
-from ..replay import Policy
+from ..replay.policy import Policy
 from ..schedule.costs import LayerCost
 from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan

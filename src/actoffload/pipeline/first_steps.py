@@ -15,7 +15,7 @@ from .._warnings import warn
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..planner import Variant
-from ..replay import saving
+from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, SplitCost, StageCost
 from ..schedule.pipeline import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
@@ -104,7 +104,9 @@ class FirstSteps(Script[PipelinePlan]):
         for stage in self.stages if self._limits.may_recompute else ():
             names = found.names[stage.index]
             saves = zip(names, found.saves.get(stage.index, (None,) * len(names)), strict=True)
-            stage.steering.recompute({name: saving(outputs) for name, outputs in saves if outputs is not None})
+            stage.steering.recompute(
+                {name: Policy(frozenset(outputs)) for name, outputs in saves if outputs is not None}
+            )
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""

@@ -17,7 +17,7 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..model import OffloadHandle, offload_model
 from ..model.select import check_entries
-from ..replay import Policy, PolicyArgument, policy_for
+from ..replay.policy import Policy, PolicyArgument, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .first_steps import FirstSteps

@@ -19,7 +19,7 @@ from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
 from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import Mode, PassSettings, Steering
-from ..replay import Policy
+from ..replay.policy import Policy
 from ..schedule.execution_order import Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule

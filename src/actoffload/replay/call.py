@@ -250,7 +250,7 @@ class TracedCall(Call):
     def _adopt(self, trace: Trace, banned: set[int]) -> Program:
         """Follow the program of the policy: hold its sources, and keep what stays; return that which replays all."""
         whole = Program(trace, everything, self._min_bytes, banned)
-        same = self._policy is everything
+        same = self._policy == everything
         program = self._remake.program = whole if same else Program(trace, self._policy, self._min_bytes, banned)
         for number, slot in enumerate(self._slots):
             stays = program.trace.entries[number].value not in program.dropped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +28,7 @@ PolicyArgument: TypeAlias = Callable[..., Any] | Collection[Any]
 """A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes one."""
 
 
+@dataclass(frozen=True)
 class Policy:
     """Which saved values stay, and which operators are not run again.
 
@@ -37,28 +39,24 @@ class Policy:
     `program` [Note: parts].
     """
 
-    def __init__(
-        self,
-        names: Collection[str] = (),
-        operators: Collection[Any] = (),
-        given: Callable[..., Any] | None = None,
-        *,
-        holds: bool = False,
-    ) -> None:
-        self.names, self.operators, self.given, self.holds = frozenset(names), frozenset(operators), given, holds
-        self.kept: dict[str, None] = {}  # names of the operators that are not run again, as far as calls have shown
+    names: frozenset[str] = frozenset()
+    operators: frozenset[Any] = frozenset()
+    given: Callable[..., Any] | None = None
+    holds: bool = False
+    kept: set[str] = field(default_factory=set, compare=False)
+    """Names of the operators that are not run again, as far as calls have shown."""
 
     def keeps(self, operator: Any, name: str) -> bool:
         """Return whether a call of an operator is not run again."""
         found = operator in self.operators or name in self.kept
         if found:
-            self.kept[name] = None
+            self.kept.add(name)
         return found
 
     def see(self, operator: Any, name: str, args: Any, kwargs: Any, outputs: Any) -> None:
         """Ask the policy of the program about an operator that has run in a traced call."""
         if self.given is not None and self.given(operator, args, kwargs, outputs):
-            self.kept[name] = None
+            self.kept.add(name)
 
 
 everything = Policy()
@@ -78,7 +76,7 @@ def policy_for(recompute: Any) -> Policy:
     if recompute is True:
         return everything
     if isinstance(recompute, str) and recompute == "auto":
-        return Policy(operators=COSTLY)
+        return Policy(operators=frozenset(COSTLY))
     expected = (
         "expected 'auto', True, False, operators such as [torch.ops.aten.mm.default], or a function (ctx, op, *args, "
         "**kwargs)"
@@ -91,7 +89,7 @@ def policy_for(recompute: Any) -> Policy:
         for operator in recompute:
             if not isinstance(operator, _Operator):
                 raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")
-        return Policy(operators=recompute)
+        return Policy(operators=frozenset(recompute))
     with suppress(ValueError):  # of a function that is not in Python
         parameters = inspect.signature(recompute)
         try:
@@ -111,17 +109,6 @@ def policy_for(recompute: Any) -> Policy:
         return found if isinstance(found, bool) else found in SAVED
 
     return Policy(given=given)
-
-
-def names_of(policy: Policy) -> tuple[str, ...]:
-    """Return the names of the operators that a policy keeps, as far as traced calls have shown them."""
-    return tuple(sorted({*policy.names, *policy.kept}))
-
-
-@cache  # blocks are alike, and programs are found by their policy
-def saving(names: tuple[str, ...], *, holds: bool = False) -> Policy:
-    """Return the policy by which results of the operators with some names stay; the same one for the same names."""
-    return Policy(names, holds=holds) if names or holds else everything
 
 
 # What no policy allows

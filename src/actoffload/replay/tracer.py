@@ -168,18 +168,18 @@ class Tracer(_Base):  # type: ignore[misc]
             free_storage_weakref(weak)
 
     def _enter(self, module: Module, args: Any) -> None:
-        # A branch of a higher-order operator is compiled.
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
-            return
-        self.segment += not self._calls
-        self._calls.append(module)
+        if self._sees_calls():
+            self.segment += not self._calls
+            self._calls.append(module)
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != self._thread:
-            return
-        if self._calls and self._calls[-1] is module:
+        if self._sees_calls() and self._calls and self._calls[-1] is module:
             self._calls.pop()
             self.segment += not self._calls
+
+    def _sees_calls(self) -> bool:
+        # A branch of a higher-order operator is compiled.
+        return not torch.compiler.is_dynamo_compiling() and threading.get_ident() == self._thread
 
     # Values
 
@@ -431,16 +431,15 @@ class Tracer(_Base):  # type: ignore[misc]
         with no_torch_dispatch():
             elsewhere = self._stream() != self._at  # [guard: reads of another stream] backward would make it there
             is_weight = isinstance(tensor, Parameter) or isinstance(base_of(tensor), Parameter)
-            if elsewhere or is_weight or not _is_plain(tensor) or not _has_memory(tensor):
-                if function is not None:
-                    function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
-                entry = Entry(UNKNOWN, None, self.segment, False)
-            else:
-                view, value = View.of(tensor), self._value_of(tensor)
-                if function is not None:
-                    self.values[value].view = self.values[value].view or view
-                    function.saved.append(value)
-                entry = Entry(value, view, self.segment, function is not None, self._count_drawn())
+            has_memory = _has_memory(tensor)
+            hidden = elsewhere or is_weight or not _is_plain(tensor) or not has_memory
+            value = self._value_of(tensor) if has_memory and not (hidden and function is None) else UNKNOWN
+            if function is not None:
+                function.saved.append(value)
+            entry = Entry(UNKNOWN, None, self.segment, False)
+            if not hidden:
+                entry = Entry(value, View.of(tensor), self.segment, function is not None, self._count_drawn())
+                self.values[value].view = self.values[value].view or entry.view
         self.entries.append(entry)
         return entry
 
