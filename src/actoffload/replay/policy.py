@@ -82,10 +82,10 @@ def policy_for(recompute: Any) -> Policy:
         "**kwargs)"
     )
     if isinstance(recompute, (_Operator, type(_aten.mm))) or not callable(recompute):
-        if not isinstance(recompute, Collection) or isinstance(recompute, str):
-            raise TypeError(f"recompute is {recompute!r}; {expected}.")
-        if not recompute:
-            raise TypeError(f"recompute is {recompute!r}; {expected}. True runs everything again that can be.")
+        several = isinstance(recompute, Collection) and not isinstance(recompute, str)
+        if not several or not recompute:
+            more = " True runs everything again that can be." if several else ""
+            raise TypeError(f"recompute is {recompute!r}; {expected}.{more}")
         for operator in recompute:
             if not isinstance(operator, _Operator):
                 raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")

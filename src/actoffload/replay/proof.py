@@ -44,44 +44,36 @@ QUEUED = 1e-4  # seconds that the host takes at most for an operator and two eve
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Guards(threading.local):
-    """The guards of a thread.
-
-    They have to end in reverse order, or autograd stays off: freed with the frames of an interrupt, they would not.
-    """
-
-    def __init__(self) -> None:
-        self.entered: list[Any] = []
-
-
-_thread = _Guards()
-
-
 _GUARDS = below_autograd, no_autocast, no_torch_dispatch
 
 
-class _Below:
-    """Calls operators below autograd, autocast, dispatch modes and tensor subclasses, in any number of threads."""
+class _Below(threading.local):
+    """Calls operators below autograd, autocast, dispatch modes and tensor subclasses, in any number of threads.
+
+    The guards have to end in reverse order, or autograd stays off: freed with the frames of an interrupt, they would
+    not.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[Any] = []
 
     def __enter__(self) -> None:
-        entered = _thread.entered
         for guard in _GUARDS:
-            entered.append(guard())  # is in force from here on, and in no variable that a traceback keeps
-            entered[-1].__enter__()
+            self._entered.append(guard())  # is in force from here on, and in no variable that a traceback keeps
+            self._entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        rise(len(_thread.entered) - len(_GUARDS))
+        self.rise(len(self._entered) - len(_GUARDS))
+
+    def rise(self, depth: int = 0) -> None:
+        """End the guards of this thread until `depth` of them are left; may be repeated after an interrupt."""
+        while len(self._entered) > depth:
+            self._entered[-1].__exit__(None, None, None)
+            self._entered.pop()
 
 
 below_everything = _Below()
-
-
-def rise(depth: int = 0) -> None:
-    """End the guards of this thread until `depth` of them are left; may be repeated after an interrupt."""
-    entered = _thread.entered
-    while len(entered) > depth:
-        entered[-1].__exit__(None, None, None)
-        entered.pop()
+rise = below_everything.rise
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ class Tracer(_Base):  # type: ignore[misc]
             self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
         replayable = (
-            (drawn is None or self._draws_again(drawn, outputs))
+            (drawn is None or 0 <= drawn < self._count_drawn())  # from the generator of the GPU
             and (rules.replayable or counterpart is not None)
             and UNKNOWN not in reads
             # what runs under no_grad may be edited before backward
@@ -274,13 +274,6 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def _count_drawn(self) -> int:
         return 0 if self.beginning is None else self.beginning.count_drawn()
-
-    def _draws_again(self, drawn: int, outputs: Any) -> bool:
-        """Return whether an operator that began behind `drawn` numbers of the call can draw its own once more."""
-        first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else outputs
-        if self.beginning is None or not isinstance(first, Tensor):
-            return False
-        return first.device == self.beginning.generator.device and 0 <= drawn < self._count_drawn()
 
     def _find_counterpart(self, operator: Any, places: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the operator that makes what another one is about to write; see [Note: values]."""
