@@ -1,7 +1,6 @@
 """Each job in tiny sizes on the reference device, and arms that fail."""
 
 import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
 import harness
-import run
 import trainer
 from harness import Recorder, Way, run_arms
 from jobs import ARMS, JOBS
@@ -77,49 +75,6 @@ def test_arms_that_run_out_of_memory_or_fail_are_samples_and_the_others_go_on() 
     assert next(s["note"] for s in written if s["status"] == "failed") == "no such"
 
 
-class Settling:
-    """A handle whose plan is final after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.removed, self.plan = steps, False, "kept"
-
-    @property
-    def settling(self) -> bool:
-        self.steps -= 1
-        return self.steps >= 0
-
-    def report(self) -> str:
-        raise RuntimeError("nothing to report")
-
-    def remove(self) -> None:
-        self.removed = True
-
-
-def test_steps_are_measured_once_the_plan_is_final() -> None:
-    recorder = Recorder(replace(JOBS["P8"], **SMALL))
-    recorder.handle = Settling(3)
-    steps = 0
-    while not recorder.done:
-        recorder.begin()
-        recorder.forward_ended(torch.tensor(float(steps)))
-        recorder.backward_ended()
-        recorder.step_ended()
-        steps += 1
-    sample = recorder.sample()
-    assert (steps, sample["passes"]) == (3 + SMALL["warm_up"] + SMALL["steps"], 4)
-    assert sample["values"] == [float(0).hex(), float(1).hex()]
-    assert (sample["plan"], sample["report"]) == ("kept", "nothing to report")
-    assert sample["startup_seconds"] < 1.0
-    recorder = Recorder(replace(JOBS["P8"], **SMALL))
-    recorder.handle = Settling(1000)
-    for _ in range(harness.SETTLING - 1):
-        recorder.begin()
-        recorder.step_ended()
-    with pytest.raises(RuntimeError, match="not final after 40 steps"):
-        recorder.step_ended()
-    recorder.script.close()
-
-
 @pytest.mark.parametrize("longest", range(-1, 12))
 def test_the_longest_length_is_found_in_few_tries(longest: int) -> None:
     lengths, tried = [10 * k for k in range(12)], []
@@ -145,33 +100,3 @@ def test_every_job_has_known_arms_and_a_module() -> None:
         assert {arm.partition(":")[0] for arm in job.arms} <= set(ARMS), name
         assert (Path(harness.__file__).parent / f"{job.module}.py").is_file()
         assert job.minutes * 60 <= 1.4 * job.limit
-
-
-# The driver
-
-
-def options_of(tmp_path: Path, *arguments: str) -> Any:
-    found: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "run_job", lambda name, options, end: found.append(options) or "ok")
-        assert run.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
-    return found[0]
-
-
-def test_a_process_that_is_stopped_leaves_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = options_of(tmp_path, "P8", "--arms", "none,checkpoint,budget")
-    code = "import sys, json, time; sys.path.insert(0, 'benchmarks'); import rows, pathlib\n"
-    code += "base = {'job': 'P8', 'series': sys.argv[1], 'round': 0, 'device': 'some GPU'}\n"
-    code += "more = {k: [1.0] for k in ('seconds', 'pass_seconds', 'host_seconds')}\n"
-    code += "path = pathlib.Path(sys.argv[2])\n"
-    code += "rows.append(path, {**base, **more, 'arm': 'none', 'status': 'ok', 'peak_bytes': 1, 'values': []})\n"
-    code += "rows.append(path, {**base, 'arm': 'checkpoint', 'status': 'begun'}); time.sleep(60)"
-    command = [sys.executable, "-c", code, options.series, str(tmp_path / "samples.jsonl")]
-    monkeypatch.setattr(run, "commands", lambda name, options: [command])
-    monkeypatch.setitem(run.JOBS, "P8", replace(JOBS["P8"], limit=4.0))
-    assert run.run_job("P8", options, float("inf")) == "stopped after 4 s"
-    found = run.rows.read(tmp_path / "results.csv")
-    assert [(row["arm"], row["status"], row["note"], row["device"]) for row in found] == [
-        ("none", "ok", "", "some GPU"),
-        ("checkpoint", "stopped", "stopped after 4 s", "some GPU"),
-    ]

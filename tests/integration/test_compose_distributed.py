@@ -145,18 +145,16 @@ def data_parallel(make: Callable[[], Net] = Net, loop: Loop = steps, inside: boo
 
 
 def sharded(
-    make: Callable[[], Net] = Net, loop: Loop = steps, first: str = "", compiled: str = "", **options: Any
+    make: Callable[[], Net] = Net, loop: Loop = steps, first: str = "", compiled: bool = False, **options: Any
 ) -> Any:
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
         model = make().to(helpers.PLACE)
         if first == "offloaded":
             offload(model)
-        if compiled == "before":
-            compile_blocks(model)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
         shard(model, **options)
-        if compiled == "after":
-            compile_blocks(model)
         if first != "offloaded":
             offload(model)
         return loop(model)
@@ -169,11 +167,6 @@ def shard(model: Net, **options: Any) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh(), **options)
     fully_shard(model, mesh=mesh(), **options)
-
-
-def compile_blocks(model: Net) -> None:
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
 
 
 def mesh() -> Any:
@@ -205,7 +198,6 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "ddp": data_parallel(net),
     "ddp around an offloaded model": data_parallel(inside=True),
     "ddp, unused parameters": data_parallel(Skipping, find_unused_parameters=True),
-    "ddp, static graph": data_parallel(static_graph=True),
     "ddp, checkpointed": data_parallel(checkpointed),
     "ddp, no_sync": data_parallel(net, accumulating),
     "fsdp": sharded(net),
@@ -214,17 +206,14 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, bfloat16": sharded(mp_policy=HALF),
     "fsdp, frozen weights": sharded(frozen),
     "fsdp, checkpointed": sharded(checkpointed),
-    "fsdp, checkpointed and compiled": sharded(checkpointed, compiled="before"),
     "fsdp, accumulating": sharded(net, accumulating),
-    "fsdp, steps inside of backward": sharded(net, stepping),
-    "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,
     "context parallel": context_parallel,
     "fsdp, measured": offloading(sharded(net, partial(steps, count=8)), fraction=None),
     "ddp, recomputed": offloading(data_parallel(net), recompute=True),
     "fsdp, bfloat16, recomputed": offloading(sharded(mp_policy=HALF), recompute=True),
     "fsdp, steps inside of backward, recomputed": offloading(sharded(net, stepping), recompute=True),
-    "fsdp, compiled, recomputed": offloading(sharded(compiled="before"), recompute=True),
+    "fsdp, compiled, recomputed": offloading(sharded(compiled=True), recompute=True),
     "fsdp, recomputed, without further all-gathers": offloading(sharded(net, counting_gathers), recompute=True),
     "tensor parallel, recomputed": offloading(tensor_parallel, recompute=True),
     "context parallel, recomputed": offloading(context_parallel, recompute=True),
@@ -289,8 +278,7 @@ WEIGHTS = 8 * WIDTH * WIDTH * 4
 
 
 AS_PLAIN = {
-    **dict.fromkeys(("ddp around an offloaded model", "ddp, static graph"), Net),
-    **dict.fromkeys(("fsdp, offloaded first", "fsdp, not resharded"), Net),
+    **dict.fromkeys(("ddp around an offloaded model", "fsdp, offloaded first", "fsdp, not resharded"), Net),
     "ddp, unused parameters": Skipping,
 }
 """Models of which as much is offloaded as without other ranks."""

@@ -52,14 +52,14 @@ def test_the_largest_inputs_train_within_the_limit_in_the_time_that_was_predicte
 
 
 def test_a_model_that_fits_may_have_larger_inputs():
-    _, _, handle, _ = trained(memory=100 * MIB)
+    _, _, handle, _ = trained(memory=40 * MIB, count=4)
     assert not handle.plan.offloaded
     fit = handle.fits()
     handle.remove()
-    assert fit.factor > 4.0
+    assert fit.factor > 3.0
     assert fit.plan.recomputed
-    _, _, handle, peak = trained(fit.tokens, memory=100 * MIB)
-    assert peak <= 100 * MIB
+    _, _, handle, peak = trained(fit.tokens, memory=40 * MIB, count=4)
+    assert peak <= 40 * MIB
 
 
 def void(tensor: torch.Tensor) -> None:

@@ -105,32 +105,6 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(monkeypatch)
 
 
-@pytest.mark.parametrize("short", [(), (2,), (1, 2)])
-def test_a_batch_that_is_short_in_one_rank_while_its_memory_is_measured(program, short):
-    """That rank has more in memory, so its budget decides; passes from 0 are short."""
-    budget, over, kept = int(8.1 * 4 * KIB), list[tuple[int, int]](), dict[int, Any]()
-
-    def before(number: int) -> Callable[[Rank], None]:
-        def prepare(rank: Rank) -> None:
-            if number and max(rank.device.created.peak, rank.device.highest) > budget:
-                over.append((rank.number, number))
-            if not number and rank.number:
-                kept[0] = rank.device.count(torch.zeros(3 * KIB))
-            rank.elements = 2 if rank.number and number in short else 4
-            rank.device.created.peak, rank.device.highest = rank.device.created.now, 0
-
-        return prepare
-
-    for _ in range(2):
-        rank = program.add(1e3, 2**40, memory_budget=budget, recompute=False)
-        rank.before = {number: before(number) for number in range(20)}
-    program.run(20)
-    assert not over
-    for rank in program.ranks:
-        assert not rank.handle.settling
-        rank.handle.remove()
-
-
 def slower(rank: Rank, times: float) -> None:
     rank.device.slow = lambda: times
 
@@ -152,19 +126,6 @@ def test_clocks_that_differ_wildly(program, options, want):
     assert len({str(rank.handle.plan.steps) for rank in program.ranks}) == 1
     assert program.store.num_keys() == 0, "what was read is deleted"
     assert {len(rank.handle.frontier().plans) for rank in program.ranks} != {0}
-
-
-def test_groups_that_are_found_and_recomputed(program):
-    """Rank 1 would not have to recompute anything."""
-    for link in (3e2, 1e6):
-        program.add(link, 2**40, 12, layers=None, memory_budget=24 * KIB)
-    assert program.run(8) == []
-    first, second = program.ranks
-    assert first.stages == second.stages
-    assert first.stages[:4] == ALL
-    assert first.handle.plan.recomputed == second.handle.plan.recomputed != ()
-    assert first.handle.plan.steps == second.handle.plan.steps
-    assert program.store.num_keys() == 0
 
 
 @pytest.mark.parametrize("demanding", [0, 2])

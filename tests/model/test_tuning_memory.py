@@ -1,11 +1,10 @@
 """The measured default with little memory, which no pass exceeds, and where costs or memory change."""
 
-import logging
 import random
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, peaks, seconds, small, stage_of, stages, started, step
+from timed_device import Timed, TimedModel, offload, seconds, small, stage_of, stages, started, step
 
 from actoffload.tune.exchange import WINDOW
 
@@ -117,28 +116,6 @@ def test_batches_that_are_larger_than_those_that_were_measured():
 
 
 # Memory
-
-
-@pytest.mark.parametrize("before", [4, 24], ids="{} passes before".format)
-@pytest.mark.parametrize("fits", [True, False])
-def test_memory_that_grows_after_the_first_passes(before, fits, caplog):
-    """An optimizer allocates its states in its first step, which comes late with gradient accumulation."""
-    device, model, handle = limited(44 if fits else 28, count=8, recompute=False)
-    with caplog.at_level(logging.INFO, "actoffload"):
-        first = stages(handle, lambda: step(model), before)
-        states = device.count(torch.zeros(16 * MIB // 4))
-        device.forget_peak()
-        seen = stages(handle, lambda: step(model), 3 * WINDOW)
-    assert again(first) == 1
-    assert not handle.settling
-    assert peaks(model, device, 1)[0] <= device.memory
-    assert handle.plan.offloaded
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 + again(seen)
-    if fits:
-        assert again(seen) == 1, "the plan that kept everything does not fit beside the states"
-        assert "Fits" in lines[0] if before > 4 else True
-    del states
 
 
 def test_an_out_of_memory_error_makes_the_next_plan_leaner():

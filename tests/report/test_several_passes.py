@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import forward, make, min_elements
 from torch import nn
-from virtual_time import PIECE, TimedLayer, layer_of
+from virtual_time import Work, layer_of
 from whole_model import WIDTH, Caching, Waves, offload
 
 import actoffload
@@ -20,14 +20,30 @@ MIB = 2**20
 ROWS = MIB // WIDTH // 4  # of one MiB
 
 
+PIECE = 1024
+"""Bytes that a `Timed` saves."""
+
+
+class Timed(nn.Module):
+    """Computes for some virtual seconds forward and backward, and saves one tensor."""
+
+    def __init__(self, device: ReferenceDevice, forward: float = 1.0, backward: float = 1.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.device, self.seconds = device, (forward, backward)
+
+    def forward(self, x):
+        return Work.apply(x * self.scale, self.device, self.seconds, PIECE)
+
+
 class Model(nn.Module):
     """Five blocks behind a stem that takes long, and before a head."""
 
     def __init__(self, device: ReferenceDevice) -> None:
         super().__init__()
-        self.stem = TimedLayer(device, 0.0, 16.0)
-        self.blocks = nn.ModuleList([TimedLayer(device, 1.0, 2.0) for _ in range(5)])
-        self.head = TimedLayer(device, 0.0, 8.0)
+        self.stem = Timed(device, 0.0, 16.0)
+        self.blocks = nn.ModuleList([Timed(device, 1.0, 2.0) for _ in range(5)])
+        self.head = Timed(device, 0.0, 8.0)
 
     def forward(self, x):
         x = self.stem(x)

@@ -9,7 +9,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from composing import WIDTH
+from composing import WIDTH, Mlp
 from helpers import no_gc, nothing_held
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -36,17 +36,6 @@ ways = pytest.mark.parametrize(("policy", "fraction"), [*WAYS.values()][:2], ids
 all_ways = pytest.mark.parametrize(("policy", "fraction"), WAYS.values(), ids=WAYS)
 
 Use = Callable[[nn.Module], Sequence[Tensor]]
-
-
-class Mlp(nn.Module):
-    """Two linears with a sine between them, whose argument autograd saves besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.sin(self.up(x)))
 
 
 class Linear(nn.Linear):

@@ -2,7 +2,6 @@
 
 import torch
 from hypothesis import strategies as st
-from torch import nn
 
 from actoffload.context import OffloadContext
 from actoffload.device import ReferenceDevice
@@ -31,22 +30,6 @@ class Work(torch.autograd.Function):
         assert all(tensor.dtype is torch.uint8 for tensor in saved)
         ctx.device.compute(ctx.seconds)
         return grad, *[None] * (2 + len(saved))
-
-
-PIECE = 1024
-"""Bytes that a `TimedLayer` saves."""
-
-
-class TimedLayer(nn.Module):
-    """Computes for some virtual seconds forward and backward, and saves one tensor."""
-
-    def __init__(self, device: ReferenceDevice, forward: float = 1.0, backward: float = 1.0) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.device, self.seconds = device, (forward, backward)
-
-    def forward(self, x):
-        return Work.apply(x * self.scale, self.device, self.seconds, PIECE)
 
 
 def layer_of(cost: LayerCost, device: ReferenceDevice):
