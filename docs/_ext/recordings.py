@@ -57,7 +57,6 @@ TEACHING_ORDER = ExplicitOrder([*(f"{name}.py" for name in FIGURES), "*"])
 class Page:
     """One gallery page: digest of the library, why the example is executed, the run shown, whether it was restored."""
 
-    source_digest: str
     reason: str = ""
     run: data.Provenance | None = None
     restored: bool = False
@@ -67,11 +66,6 @@ class Page:
         """Whether the run was one on an accelerator."""
         return self.run is not None and not self.run.reference
 
-    @property
-    def stale(self) -> bool:
-        """Whether the run used other library sources than the current ones."""
-        return self.run is not None and self.run.source_digest != self.source_digest
-
     def words(self) -> list[str]:
         """Return the title and the sentences that say what the page shows."""
         run = self.run
@@ -80,15 +74,12 @@ class Page:
         if run.reference:
             text = "Without a GPU, this example ran on the CPU: bytes and times on this page are no GPU figures."
             return ["Ran on the reference device", f"{text} {self.reason}", facts(run)]
-        words = [f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}", facts(run)]
-        if self.stale:
-            words.append("Recorded from other library sources than the present ones: figures may differ.")
-        return words
+        return [f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}", facts(run)]
 
     def box(self) -> str:
         """Return the box below the title of the page, as reStructuredText."""
         title, *lines = self.words()
-        classes = f"recording{' recording-reference' * (not self.measured)}{' recording-stale' * self.stale}"
+        classes = f"recording{' recording-reference' * (not self.measured)}"
         return "\n\n   ".join([f".. admonition:: {title}\n   :class: {classes}", *lines])
 
 
@@ -119,7 +110,7 @@ class GalleryRecordings:
         for name, example in self.examples.items():
             docname, folder = f"{self.gallery}/{name}", root / data.RECORDINGS / name
             note = Path(app.srcdir) / f"{docname}.executed.json"
-            page = Page(self.here.source_digest, "Recorded runs are not shown in this build.")
+            page = Page("Recorded runs are not shown in this build.")
             if not live:
                 page = self._find_recording(folder, example)
             if page.run is not None:
@@ -135,7 +126,7 @@ class GalleryRecordings:
             self.here = replace(self.here, link={"d2h": link.d2h, "h2d": link.h2d})
 
     def _find_recording(self, folder: Path, example: Path) -> Page:
-        page = Page(self.here.source_digest)
+        page = Page()
         try:
             return replace(page, run=data.recorded_run(folder, example), restored=True)
         except data.NotRecordedError as missing:
