@@ -238,7 +238,7 @@ def headline(results: Sequence[Row]) -> str:
     if others:
         recorded = f"Not faster than checkpointing: {'; '.join(others)}.\n{recorded}"
     if any(without is None for *_, without, _ in pictures.bars(jobs)):
-        recorded = f"A job that runs out of memory without offload has all memory of the GPU.\n{recorded}"
+        recorded = f"Jobs that do not fit without offload use all memory of the GPU.\n{recorded}"
     return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded * bool(used)]).rstrip()
 
 
@@ -259,8 +259,8 @@ def _faster(jobs: dict[str, list[Row]]) -> str:
     ratios = [bar[1] for bar in pictures.bars(jobs)]
     if not ratios:
         return ""
-    wins, extremes = sum(round(r, 2) < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × as long"
-    return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs shown, at its memory: {extremes}."
+    wins, extremes = sum(round(r, 2) < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × its step time"
+    return f"**Faster than checkpointing** in {wins} of {len(ratios)} jobs, at its memory where both fit: {extremes}."
 
 
 def readme(text: str, sentences: str) -> str:
