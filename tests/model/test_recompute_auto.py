@@ -52,6 +52,22 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
     assert max(peaks(model, device, 2)) <= handle.plan.peak_bytes <= 12 * MIB
 
 
+def test_the_host_memory_of_a_plan_stays_while_whole_replay_is_tried():
+    device, model, handle = started(1e6, memory_budget=16 * MIB)
+    planned, taken, empty_host = False, [], device.empty_host
+    device.slow = lambda: 2.0 if planned else 1.0
+    device.empty_host = lambda nbytes: (taken.append(len(seen)), empty_host(nbytes))[1]
+    seen: list[str] = []
+    for n in range(9):
+        planned = n in (2, 3, 4, 5)
+        seen += stages(handle, lambda: step(model), 1)
+    assert seen == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "PLAN", "", "", ""]
+    assert "a pass." in handle.plan.because
+    assert handle.plan.offloaded
+    assert max(taken) == 2
+    assert handle.statistics().host_bytes <= 1.05 * handle.plan.offloaded_bytes
+
+
 @pytest.mark.parametrize("budget", [None, 20 * MIB])
 @pytest.mark.parametrize(
     "recompute",

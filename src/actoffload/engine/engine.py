@@ -36,7 +36,7 @@ class Engine:
     lock: Any = field(init=False, default_factory=threading.RLock)
     recorder: TimelineRecorder | None = field(init=False, default=None)
     roles: Roles = field(init=False)
-    doubling: bool = field(init=False, default=False)  # of pools of devices that are used later
+    doubling: bool = field(init=False, default=False)  # host memory grows by what is held, until `fit` is called
     # Passes, by weak references: whose backward runs, by autograd's number of it; and the latest one of any thread.
     in_backward: dict[int, weakref.ref[Any]] = field(init=False, default_factory=dict)
     latest: weakref.ref[Any] | None = field(init=False, default=None)
@@ -94,20 +94,12 @@ class Engine:
         with self.lock:
             self.counters.reset()
 
-    def double(self) -> None:
-        """Let host memory grow by as much as is held, until `fit` says how much is needed."""
-        with self.lock:
-            self.doubling = True
-            for transfers in self._transfers.values():
-                transfers.pool.doubling = True
-
     def fit(self, nbytes: int = 0) -> int:
         """Free the host memory above `nbytes` a device that no saved tensor uses; return the bytes freed.
 
         If one device is used, host memory is taken until `nbytes` are held.
         """
         with self.lock:
-            self.doubling = False
             pools = [transfers.pool for transfers in self._transfers.values()]
             return sum(pool.fit(nbytes, grow=len(pools) == 1) for pool in pools)
 

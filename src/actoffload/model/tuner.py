@@ -66,6 +66,7 @@ class ModelScript(Script[Plan]):
         self._engine, self._backend = state.engine, state.engine.backend
         self.timed: TimedPass | None = None  # the pass that has ended, if it was measured
         self.elements = self.in_use = 0  # of the inputs of the pass that begins, and bytes in use before it
+        self.pinned = 0  # most bytes of host memory of a plan
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order."""
@@ -173,7 +174,9 @@ class ModelScript(Script[Plan]):
     def follow(self, plans: tuple[Plan, ...]) -> None:
         """Follow a plan from the pass on that begins now, for which its host memory is pinned."""
         (self.found.plan,) = plans
-        self._engine.fit(self.found.plan.offloaded_bytes * self.found.in_flight)
+        # An earlier plan may come back.
+        self.pinned = max(self.pinned, self.found.plan.offloaded_bytes * self.found.in_flight)
+        self._engine.fit(self.pinned)
         # Blocks that were cut for the passes before would leave gaps for those with this plan.
         self._backend.release_device()
 
@@ -242,12 +245,12 @@ class Tuner:
         self._short = 0  # bytes that earlier plans counted on and did not find
         self.stage: Stage | None = None  # of the present pass; None once there is a plan
         self._steps: Steps[tuple[Plan, ...]] | None = None  # None once there is a plan
+        self._engine.doubling = True
         self._begin(1)
 
     def _begin(self, number: int, allocated: int = 0) -> None:
         """Run the script from this pass on; `allocated`: bytes before a pass that may come again."""
         self._begun, self.stage = number, Stage.FIRST
-        self._engine.double()
         found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
         self._script = ModelScript(self._state, found, {} if self._always else self._policies, self._ranks)
         self._steps = self._script.run()
@@ -434,8 +437,9 @@ class Tuner:
         chosen.plan = plan
         self._steps = self.stage = None
         self._settled, self._larger = self._number, 0
-        if not plan.offloaded:
-            self._engine.fit()
+        needed = plan.offloaded_bytes * chosen.in_flight
+        if not needed or needed < self._script.pinned:
+            self._engine.fit(needed)
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if chosen.budget is not None and peak is not None and peak > chosen.budget:
             warn(
