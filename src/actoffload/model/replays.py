@@ -461,7 +461,6 @@ class OperatorTimes:
 def _operator_costs(program: Program, seconds: Sequence[float]) -> list[OperatorCost]:
     """Return the operators of a program, of which each takes some seconds."""
     values, sources = program.trace.values, program.sources
-    saved = {entry.value for entry in program.trace.entries}
     runs = program.runs()
     place = {number: k for k, number in enumerate(program.steps)}
     costs = []
@@ -470,7 +469,9 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
         dropped = program.dropped.intersection(made)
         makers = {value: place[values[value].maker] for value in read if values[value].maker in place}
         sizes = tuple(
-            values[value].nbytes for value in made if value in saved and values[value].nbytes >= program.min_bytes
+            values[value].nbytes
+            for value in made
+            if value in program.saves and values[value].nbytes >= program.min_bytes
         )
         kept = 0
         of_weights = step.reads and all(value in program.weights for value in step.reads)
@@ -484,7 +485,7 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
                 reads=tuple(sorted({*makers.values()})),
                 needed=bool(dropped),
                 returned=sum(values[value].nbytes for value in made if value in program.trace.returned),
-                unsaved=tuple(sorted({maker for value, maker in makers.items() if value not in saved})),
+                unsaved=tuple(sorted({maker for value, maker in makers.items() if value not in program.saves})),
                 segment=step.node.segment,
                 kept=kept,
                 gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),

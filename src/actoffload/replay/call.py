@@ -39,8 +39,8 @@ from .._torch.tensors import (
 )
 from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
-from .program import WHOLE, Drop, ExpectedTensor, Program, copy_of, on_value
-from .proof import Alarm, Sample, below_everything, prove, rise
+from .program import WHOLE, Drop, ExpectedTensor, Program, Where, copy_of, on_value
+from .proof import Alarm, below_everything, bits_at, prove, rise
 from .trace import UNKNOWN, RngPosition, Trace, Weight
 from .tracer import Tracer
 
@@ -181,14 +181,13 @@ class FollowingCall(Call):
 
     def _drop(self, drop: Drop) -> None:
         """Empty slots, and leave samples of what they hold."""
-        remake, slots, values = self._remake, self._slots, self.program.trace.values
+        remake, slots = self._remake, self._slots
         with below_everything:  # dispatch modes count what is made
-            for number, value in drop.firsts if self._compares_all else drop.samples:
+            for number, value, where in drop.sums if self._compares_all else drop.samples:
                 slot = slots[number]
-                if slot is not None and slot.tensor is not None:
-                    sample = Sample.take(values[value], slot.tensor, whole=self._compares_all)
-                    if sample is not None:
-                        remake.samples[value] = sample
+                if slot is not None and slot.tensor is not None and not is_freed(slot.tensor):
+                    bits = bits_at(slot.tensor, where)
+                    remake.samples[value] = where, bits if where.whole else bits.clone()
         for segment, numbers in drop.parts:
             dropped = [slot for number in numbers if (slot := slots[number]) is not None]
             remake.slots.setdefault(segment, []).extend(map(weakref.ref, dropped))
@@ -337,7 +336,7 @@ class Remake:
         self.held: dict[int, Any] = {}  # by source: what the engine holds
         self.weights: dict[int, Tensor] = {}  # by source: parameters and buffers of the call
         self.versions: dict[int, int] = {}  # of these
-        self.samples: dict[int, Sample] = {}
+        self.samples: dict[int, tuple[Where, Tensor]] = {}
         self.slots: dict[int, list[weakref.ref[Slot]]] = {}  # of what is dropped, by segment
         self.whole = False  # all is made at once
         self._lock = threading.RLock()

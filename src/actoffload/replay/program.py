@@ -24,6 +24,8 @@ from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, RngPosition, Trace, Weight
 
+ELEMENTS = 64  # of a sample
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WHOLE = -1  # the part that is all of a call
 CHEAP = 4
 """Operators that may be run once more to make a value instead of holding it."""
@@ -69,12 +71,22 @@ class Step(NamedTuple):
     scratch: tuple[int, ...]  # places of running statistics, of which it gets copies
 
 
+class Where(NamedTuple):
+    """Which bits of a value are compared: some at equal distances, or all of them, in a sum."""
+
+    whole: bool
+    number: int  # of elements
+    step: int
+    offset: int
+    bits: torch.dtype
+
+
 class Drop(NamedTuple):
-    """What is dropped at once: entries by segment, and entry and value of the samples that are compared, or of all."""
+    """What is dropped at once: entries by segment, and entry and value of the bits that are compared."""
 
     parts: list[tuple[int, list[int]]]
-    samples: list[tuple[int, int]]
-    firsts: list[tuple[int, int]]
+    samples: list[tuple[int, int, Where]]
+    sums: list[tuple[int, int, Where]]  # of all values
 
 
 Line: TypeAlias = tuple[Step, tuple[int, ...], tuple[int, ...]]
@@ -118,6 +130,23 @@ def _read(place: Place, stands: View) -> _Read | None:
     elif view.extent[0] < stands.extent[0] or view.extent[1] > stands.extent[1]:
         return None
     return _Read(place.value, view.dtype, view.size, view.stride, offset, view == stands)
+
+
+def where(view: View, *, whole: bool) -> Where | None:
+    """Return which bits of a value are compared; None for one with gaps, whose bits mean nothing there."""
+    if view.conj or view.neg or view.dtype.itemsize not in INTEGERS or view.overlaps:
+        return None
+    start, end = view.extent
+    if view.covered != end - start:
+        return None
+    itemsize = view.dtype.itemsize
+    elements = (end - start) // itemsize
+    if whole:
+        # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
+        count = elements * itemsize // 8 * 8 // itemsize
+        return None if start % 8 or not count else Where(True, count, 1, start // itemsize, torch.int64)
+    number, step = min(elements, ELEMENTS), max(elements // ELEMENTS, 1)
+    return Where(False, number, step, start // itemsize, INTEGERS[itemsize])
 
 
 def lines_of(steps: Sequence[Step], stays: Collection[int] = ()) -> list[Line]:
@@ -313,8 +342,18 @@ class Program:
         parts: dict[int, list[int]] = {}
         for number in sorted(number for value in values for number in self.saves[value]):
             parts.setdefault(self.trace.entries[number].segment, []).append(number)
-        firsts = [(self.saves[value][0], value) for value in sorted(values)]
-        return Drop(list(parts.items()), [each for each in firsts if each[1] in self._sampled], firsts)
+        samples = self._compared(self._sampled.intersection(values), whole=False)
+        return Drop(list(parts.items()), samples, self._compared(values, whole=True))
+
+    def _compared(self, values: Collection[int], *, whole: bool) -> list[tuple[int, int, Where]]:
+        found = []
+        for value in sorted(values):
+            number = self.saves[value][0]
+            view, saved = self.trace.values[value].view, self.trace.entries[number].view
+            bits = where(view, whole=whole) if view and saved and view.dtype is saved.dtype else None
+            if bits is not None:
+                found.append((number, value, bits))
+        return found
 
     def _plan_drops(self) -> tuple[dict[int, Drop], Drop]:
         """Return what is dropped behind entries with which a module inside ends that saved much, and at the end."""

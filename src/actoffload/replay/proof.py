@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -26,23 +25,18 @@ from .._torch.tensors import (
     after_backward,
     backward_id,
     below_autograd,
-    is_freed,
     no_autocast,
     no_torch_dispatch,
 )
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .policy import rules_of
-from .program import Program, Step, copy_of, lines_of, on_value
-from .trace import FunctionCall, Node, RngPosition, Value, gpu_generator, same
+from .program import ELEMENTS, INTEGERS, Program, Step, Where, copy_of, lines_of, on_value
+from .trace import FunctionCall, Node, RngPosition, gpu_generator, same
 
-ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
 COMPARED = 1 << 26  # elements at a time
 QUEUED = 1e-4  # seconds that the host takes at most for an operator and two events
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 _GUARDS = below_autograd, no_autocast, no_torch_dispatch
 
@@ -79,7 +73,7 @@ rise = below_everything.rise
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.itemsize])
+    return tensor.view(INTEGERS[tensor.itemsize])
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -211,52 +205,8 @@ def _whole(saved: Any, view: Any) -> Tensor:
 # Samples in later calls
 
 
-class _Where(NamedTuple):
-    whole: bool  # all bits, in a sum
-    number: int  # of elements
-    step: int
-    offset: int
-    bits: torch.dtype
-
-
-@lru_cache(maxsize=1024)  # of views that come again in each pass
-def _where(view: View, *, whole: bool) -> _Where | None:
-    """Return which elements of a value are compared; None for one with gaps, whose bits mean nothing there."""
-    if view.conj or view.neg or view.dtype.itemsize not in _INTEGERS or view.overlaps:
-        return None
-    start, end = view.extent
-    if view.covered != end - start:
-        return None
-    itemsize = view.dtype.itemsize
-    elements = (end - start) // itemsize
-    if whole:
-        # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
-        count = elements * itemsize // 8 * 8 // itemsize
-        return None if start % 8 or not count else _Where(True, count, 1, start // itemsize, torch.int64)
-    number, step = min(elements, ELEMENTS), max(elements // ELEMENTS, 1)
-    return _Where(False, number, step, start // itemsize, _INTEGERS[itemsize])
-
-
-class Sample(NamedTuple):
-    """Bits of a value as it was before it was dropped."""
-
-    where: _Where
-    bits: Tensor
-
-    @staticmethod
-    def take(value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
-        """Return a sample of a value, given a tensor that lies on it; see [Note: samples]."""
-        view = value.view
-        if view is None or saved.dtype is not view.dtype or is_freed(saved):
-            return None
-        where = _where(view, whole=whole)
-        if where is None:
-            return None
-        found = _sampled(saved, where)
-        return Sample(where, found if whole else found.clone())
-
-
-def _sampled(tensor: Tensor, where: _Where) -> Tensor:
+def bits_at(tensor: Tensor, where: Where) -> Tensor:
+    """Return the bits of a value that are compared, given a tensor that lies on it: a view of it, or their sum."""
     found = tensor.as_strided((where.number,), (where.step,), where.offset).view(where.bits)
     return found.sum(dtype=torch.int64).reshape(1) if where.whole else found
 
@@ -285,8 +235,8 @@ class Alarm:
         self._reading: list[_Reading] = []
         self.samples = 0  # that were compared
 
-    def compare(self, sample: Sample, tensor: Tensor, name: str, node: Node) -> None:
-        """Compare a value that an operator of the module with a name has made again with its sample."""
+    def compare(self, sample: tuple[Where, Tensor], tensor: Tensor, name: str, node: Node) -> None:
+        """Compare a value that an operator of the module with a name has made again with bits of it before."""
         if backward_id() not in (NO_BACKWARD, self._backward):
             self._backward = backward_id()
             after_backward(self._read)
@@ -297,8 +247,8 @@ class Alarm:
         number = next(self._numbers)
         self._made_by[number % ROWS] = name, node
         self._unread, self.samples = True, number + 1
-        found, row = _sampled(tensor, sample.where), flags[1][number % ROWS]
-        torch.ne(found, sample.bits, out=row if found.numel() == ELEMENTS else row[: found.numel()])
+        found, row = bits_at(tensor, sample[0]), flags[1][number % ROWS]
+        torch.ne(found, sample[1], out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:
         """Raise a `RuntimeError` if a comparison has failed whose result is there."""
