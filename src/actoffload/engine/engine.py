@@ -100,6 +100,7 @@ class Engine:
         If one device is used, host memory is taken until `nbytes` are held.
         """
         with self.lock:
+            self.doubling = False
             pools = [transfers.pool for transfers in self._transfers.values()]
             return sum(pool.fit(nbytes, grow=len(pools) == 1) for pool in pools)
 

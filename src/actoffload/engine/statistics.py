@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from .._torch.tensors import backward_id
@@ -163,7 +163,6 @@ class TimelineRecorder:
         # By owner, kind, layer and backward.
         self._running: dict[tuple[int, Kind, int, int], tuple[Stream, StreamEvent]] = {}
         self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
-        self._done: Timeline | None = None
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
@@ -213,11 +212,10 @@ class TimelineRecorder:
 
     def timeline(self) -> Timeline:
         """Return the spans in seconds since the first event; the first call waits for the device."""
-        if self._done is None:
-            self._done = self._resolve()
-        return self._done
+        return self._resolved
 
-    def _resolve(self) -> Timeline:
+    @cached_property
+    def _resolved(self) -> Timeline:
         source = "reference device" if self._backend.name == "reference" else "measured"
         if not self._starts:
             return Timeline((), (), source)
