@@ -244,9 +244,11 @@ def _label(key: int) -> tuple[str, str]:
     return f"layer {key}", "layer"
 
 
-def _context(plan: Plan, max_host_bytes: int | None, enabled: bool) -> OffloadContext:
+def _context(plan: Plan, max_host_bytes: int | None, enabled: bool, stream: object = None) -> OffloadContext:
     backend = devices.backend() if enabled else ReferenceDevice()
-    return OffloadContext(Engine(plan, backend, max_host_bytes), enabled=enabled)
+    if enabled and stream is not None:
+        backend.adopt(stream)  # raises if it is none
+    return OffloadContext(Engine(plan, backend, max_host_bytes, stream), enabled=enabled)
 
 
 class ManualController:
@@ -460,11 +462,8 @@ def get_cpu_offload_context(
     if problem is not None:
         warnings.warn(problem, UserWarning, stacklevel=2)
     enabled = enabled and offload_activations and problem is None
-    backend = devices.backend() if enabled else ReferenceDevice()
     if enabled:
         check_whole(model_layers=model_layers, least=1)
-    if enabled and offload_stream is not None:
-        backend.adopt(offload_stream)
     if not enabled:
         plan = Plan(1)
     elif manual_synchronization:
@@ -481,7 +480,7 @@ def get_cpu_offload_context(
                 stacklevel=2,
             )
         plan = schedule.plan()
-    context = OffloadContext(Engine(plan, backend, host_bytes, offload_stream), enabled=enabled)
+    context = _context(plan, host_bytes, enabled, offload_stream)
     if manual_synchronization:
         return context, context.synchronize, ManualController(context)
     return context, context.synchronize
