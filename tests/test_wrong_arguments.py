@@ -12,7 +12,7 @@ import actoffload
 from actoffload import planner, schedule
 from actoffload.device import use
 from actoffload.measure import compare_steps, measure_link, measure_step_times, measure_steps
-from actoffload.schedule import LayerCost, Link, SplitCost, StageCost, simulate
+from actoffload.schedule import LayerCost, Link, StageCost, simulate
 
 NAN = math.nan
 LARGE = 10**20
@@ -103,12 +103,10 @@ def test_measuring(call: Callable[[], object], expected: str):
         (lambda: schedule.Saved(1, 1, NAN), "needed_at is nan; expected a fraction of the layer's backward time, from"),
         (lambda: Link(None, 1), "d2h is None; expected bytes per second, more than 0."),
         (lambda: Link(1.0, 1.0, both=0.0), "both is 0.0; expected bytes per second, more than 0."),
-        (lambda: SplitCost(NAN, 1), "input_seconds is nan; expected seconds"),
         (lambda: StageCost((), between_bytes=-1), "between_bytes is -1; expected bytes, 0 or more."),
         (lambda: StageCost((5,)), "groups[0] is 5; expected a LayerCost."),
         (lambda: StageCost((COSTS[0],), boundary_bytes=-1), "boundary_bytes is -1; expected bytes, 0 or more"),
-        (lambda: StageCost((COSTS[0],), (SplitCost(1, 1),) * 2), "There are 2 splits for 1 groups"),
-        (lambda: StageCost((COSTS[0],), gradient_bytes=(1, 2)), "There are 2 gradients for 1 groups"),
+        (lambda: LayerCost(1, 1, weight_backward=NAN), "weight_backward is nan; expected seconds"),
         (lambda: schedule.DefaultSchedule(-1, 5), "num_layers is -1; expected a whole number, at least 0."),
         (
             lambda: schedule.DefaultSchedule(5, 5),

@@ -18,7 +18,7 @@ from actoffload._text import UnreadableError, read, written
 from actoffload.pipeline.planning import RankCosts, Settings
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
-from actoffload.schedule.costs import SplitCost, StageCost
+from actoffload.schedule.costs import StageCost
 from actoffload.schedule.pipeline import Computation, Step
 from actoffload.tune.exchange import Exchange, LostRankError
 from actoffload.tune.findings import Findings, Room
@@ -56,7 +56,7 @@ EXAMPLES = [
         1,
         (Step(0, Computation.FORWARD, 0),),
         {0: ("a", "b")},
-        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2), SplitCost(0.3, 0.4)), 1, 2, 3, (4, 5), 6)},
+        {0: StageCost((COST, COST), 1, 2, 3, 6, split=True)},
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),

@@ -17,7 +17,6 @@ from actoffload.schedule import (
     LayerCost,
     Link,
     Saved,
-    SplitCost,
     StageCost,
     one_f_one_b,
     read_order,
@@ -58,9 +57,9 @@ def plans_of_models() -> Iterator[tuple[str, Numbers]]:
 def plans_of_pipelines() -> Iterator[tuple[str, Numbers]]:
     """Yield seconds of the step, and the peaks of all ranks."""
     group = LayerCost.even(256 * MIB, forward=0.010, backward=0.020)
-    halves = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)))
+    halves = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)), weight_backward=1.0)
     stage = StageCost((group,) * 4, boundary_bytes=16 * MIB)
-    split = [StageCost((halves,) * 2)] + [StageCost((halves,) * 2, (SplitCost(1.0, 1.0),) * 2)] * 3
+    split = [StageCost((halves,) * 2)] + [StageCost((halves,) * 2, split=True)] * 3
     zero_bubble = [read_order(part for step in order for part in _split(str(step))) for order in one_f_one_b(4, 8)]
     ways = {k: (convex(),) * 4 for k in range(4)}
     again = [StageCost((convex()[0].cost,) * 4)] * 4

@@ -19,7 +19,6 @@ from actoffload.schedule import (
     PipelineSimulation,
     RankSimulation,
     Saved,
-    SplitCost,
     StageCost,
     Step,
     one_f_one_b,
@@ -88,8 +87,8 @@ def test_dense_interleaved_drops_by_60_percent(ranks: int) -> None:
 
 
 def test_zero_bubble_within_a_fraction() -> None:
-    group = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)))
-    stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, (SplitCost(1.0, 1.0),) * 2)] * 3
+    group = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)), weight_backward=1.0)
+    stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, split=True)] * 3
     orders = tuple(pipeline_cases.split_backwards(order, 3) for order in one_f_one_b(4, 8))
     link = Link(1000, 1000)
     plans = plan_pipeline(orders, stages, link, fraction=1.0)

@@ -19,7 +19,6 @@ from actoffload.schedule import (
     PipelinePlan,
     PipelineSimulation,
     Saved,
-    SplitCost,
     StageCost,
     Transfer,
     gpipe,
@@ -57,8 +56,8 @@ def offloading(release: Moment, reload: Moment, microbatch: int = 0) -> Pipeline
 
 def test_split_backward_by_hand() -> None:
     order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
-    cost = LayerCost(1.0, 4.0, (Saved(60, 0.5, 0.5), Saved(40)))
-    stage = StageCost((cost,), (SplitCost(2.0, 2.0),), boundary_bytes=5)
+    cost = LayerCost(1.0, 4.0, (Saved(60, 0.5, 0.5), Saved(40)), weight_backward=2.0)
+    stage = StageCost((cost,), boundary_bytes=5, split=True)
     (rank,) = simulate_pipeline([order], [stage], Link(100, 100)).ranks
     assert [nbytes for _, nbytes in rank.timeline.resident] == [100, 200, 100, 0]
     assert (rank.end, rank.peak_bytes, rank.device_peak_bytes) == (10.0, 200, 210)
@@ -96,7 +95,7 @@ def test_every_pipeline(data: st.DataObject) -> None:
             of.gap_forward if step.computation is Computation.FORWARD else of.gap_backward
             for step in order
             for of in stages[step.stage].groups
-            if step.computation is not Computation.BACKWARD_INPUT and stages[step.stage].splits == ()
+            if step.computation is not Computation.BACKWARD_INPUT and not stages[step.stage].split
         )
         if not split:
             assert sum((busy, rank.stall_seconds, rank.bubble_seconds)) <= rank.end + 1e-9 + gaps
@@ -153,7 +152,7 @@ def test_what_cannot_run_is_named() -> None:
         simulate_pipeline(gpipe(2, 2), stages, FAST, [None])
     with pytest.raises(ValueError, match="The plan of rank 0 is for another order"):
         simulate_pipeline(gpipe(1, 3), stages[:1], FAST, [offloading(Moment(1, 1), Moment(2, 0))])
-    with pytest.raises(ValueError, match="Stage 1 has an input backward, but its cost has no splits"):
+    with pytest.raises(ValueError, match="Stage 1 has an input backward, but its cost has no split"):
         simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1F0", "1I0", "1W0"])], stages, FAST)
     two = StageCost(STAGE.groups * 2)
     with pytest.raises(ValueError, match="other groups or splits of stage 0"):
@@ -168,10 +167,11 @@ def test_a_table_by_rank() -> None:
 
 def test_outputs_that_are_returned_and_gradients_stay_until_the_step_ends() -> None:
     """Two forwards and two backwards; a forward saves 100 bytes and returns 10, the first backward makes 1000."""
-    stage = StageCost(STAGE.groups, output_bytes=10, gradient_bytes=(1000,), other_bytes=7)
+    (group,) = STAGE.groups
+    stage = StageCost((replace(group, gradient_bytes=1000),), output_bytes=10, other_bytes=7)
     (rank,) = simulate_pipeline(gpipe(1, 2), [stage], Link(1.0, 1.0)).ranks
     assert rank.device_peak_bytes == 7 + 100 + 20 + 1000  # behind the first backward
-    less = replace(stage, gradient_bytes=(50,))
+    less = replace(stage, groups=(replace(group, gradient_bytes=50),))
     (rank,) = simulate_pipeline(gpipe(1, 2), [less], Link(1.0, 1.0)).ranks
     assert rank.device_peak_bytes == 7 + 200 + 20  # before it
     (rank,) = simulate_pipeline(one_f_one_b(1, 2), [less], Link(1.0, 1.0)).ranks

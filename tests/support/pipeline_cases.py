@@ -15,7 +15,6 @@ from actoffload.schedule import (
     Moment,
     PipelinePlan,
     Saved,
-    SplitCost,
     StageCost,
     Step,
     Transfer,
@@ -75,10 +74,12 @@ nbytes = st.integers(0, 50)
 def groups(draw: st.DrawFn) -> LayerCost:
     saved_at = sorted(draw(st.lists(eighths, min_size=1, max_size=3)))
     saved = tuple(Saved(draw(st.integers(1, 100)), at, draw(eighths)) for at in saved_at)
+    backward = draw(seconds)
     return LayerCost(
         draw(seconds),
-        draw(seconds),
+        backward,
         saved,
+        weight_backward=backward / 2,
         gap_forward=draw(eighths),
         gap_backward=draw(eighths),
         forward_temporary=draw(nbytes),
@@ -93,9 +94,8 @@ def stages(draw: st.DrawFn, count: int, split: bool = False) -> list[StageCost]:
     found = []
     for stage in range(count):
         of = draw(st.lists(groups(), min_size=1, max_size=3))
-        splits = [SplitCost(cost.backward / 2, cost.backward / 2) for cost in of] if split and stage else []
         memory = {name: draw(nbytes) for name in ("boundary_bytes", "between_bytes")}
-        found.append(StageCost(tuple(of), tuple(splits), **memory))
+        found.append(StageCost(tuple(of), **memory, split=split and stage > 0))
     return found
 
 
@@ -133,7 +133,7 @@ def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[P
     for rank, order in enumerate(orders):
         mine = sorted({step.stage for step in order})
         names = {stage: tuple(f"{stage}.{k}" for k in range(len(costs[stage].groups))) for stage in mine}
-        splits = {stage: bool(costs[stage].splits) for stage in mine}
+        splits = {stage: costs[stage].split for stage in mine}
         sizes = {stage: tuple(cost.nbytes for cost in costs[stage].groups) for stage in mine}
         empty = PipelinePlan(rank, order, names, splits=splits, nbytes=sizes)
         moments = [Moment(k, at) for k, step in enumerate(order) for at in range(len(names[step.stage]) + 1)]

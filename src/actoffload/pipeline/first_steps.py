@@ -16,7 +16,7 @@ from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
 from ..planner import Variant
 from ..replay.policy import Policy
-from ..schedule.costs import LayerCost, Link, SplitCost, StageCost
+from ..schedule.costs import LayerCost, Link, StageCost
 from ..schedule.pipeline import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
 from ..tune.meter import StageMemory, StepMeter
@@ -178,19 +178,13 @@ class FirstSteps(Script[PipelinePlan]):
         for stage, (before, known) in self._measured.items():  # of the groups that run now
             at = [[*known].index(name) for name in names[stage]]
             ways[stage] = [known[name] for name in names[stage]]
-            costs[stage] = replace(
-                costs[stage],
-                groups=tuple(before.groups[k] for k in at),
-                splits=tuple(before.splits[k] for k in at) if before.splits else (),
-                gradient_bytes=tuple(before.gradient_bytes[k] for k in at) if before.gradient_bytes else (),
-            )
+            costs[stage] = replace(costs[stage], groups=tuple(before.groups[k] for k in at))
         return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways or None)
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""
         steering, learned, lean = stage.steering, self.conductor.learned, self._lean
         gradients = self._gradients.get(stage.index, ())
-        gradients = gradients if len(gradients) == len(steering.saved) else ()
         other = lean.other_bytes if lean is not None and stage is self.stages[0] else 0
         return stage_cost(stage.index, steering.saved, learned, steering.outside, other, gradients, lean)
 
@@ -201,17 +195,14 @@ class FirstSteps(Script[PipelinePlan]):
         """
         operators, groups = self._operators[stage.index], [group.group for group in stage.steering.groups]
         found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, self._backend.batch)
-        ways, splits = list[tuple[Variant, ...]](), list[SplitCost]()
-        for k, (whole, (own, *others)) in enumerate(zip(cost.groups, found, strict=True)):
-            if cost.splits:
-                seconds = cost.splits[k].input_seconds - max(whole.backward - own.cost.backward, 0.0)
-                splits.append(replace(cost.splits[k], input_seconds=max(seconds, 0.0)))
+        ways = list[tuple[Variant, ...]]()
+        for own, *others in found:
             again = list[Variant]()
             for way in others:
                 saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
                 again.append(replace(way, cost=replace(way.cost, saved=saved)))
             ways.append((own, *again))
-        plain = replace(cost, groups=tuple(group[0].cost for group in ways), splits=tuple(splits))
+        plain = replace(cost, groups=tuple(group[0].cost for group in ways))
         return plain, dict(zip(stage.steering.names, ways, strict=True))
 
     def _grow(self, plan: PipelinePlan) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .._text import milliseconds, register, size
 from ..planner import Variant, plan_pipeline
-from ..schedule.costs import LayerCost, Link, Saved, SplitCost, StageCost
+from ..schedule.costs import LayerCost, Link, Saved, StageCost
 from ..schedule.pipeline import Computation, PipelinePlan, Step
 from ..tune.exchange import LONE, Exchange
 from ..tune.exchange import disagreement as different_arguments
@@ -46,7 +46,7 @@ class RankCosts:
     again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
 
 
-register(RankCosts, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link, Variant)
+register(RankCosts, Step, Computation, StageCost, LayerCost, Saved, Link, Variant)
 
 
 def agreed(pipelines: Sequence[Sequence[RankCosts | None]]) -> list[RankCosts] | None:

@@ -387,7 +387,7 @@ def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequen
                 order,
                 {stage: tuple(names.get(stage, map(str, range(len(cost.groups))))) for stage, cost in mine.items()},
                 placement.transfers(),
-                {stage: bool(cost.splits) for stage, cost in mine.items()},
+                {stage: cost.split for stage, cost in mine.items()},
                 {stage: tuple(group.nbytes for group in cost.groups) for stage, cost in mine.items()},
                 {stage: saves[stage] for stage in mine if stage in saves},
                 seconds=seconds,

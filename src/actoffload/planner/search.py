@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import inf
@@ -22,7 +22,7 @@ from ..schedule.pipeline import Actions, Computation, Step
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 from .placement import Placement, Profile, Spots
-from .variants import StageVariants, Upgrade, Ways, by_stage, recomputed, upgrades
+from .variants import StageVariants, Upgrade, Ways, by_stage, upgrades
 
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
 FEW, MANY = 3, 100  # numbers of parts that are tried for a limit, from the fewest that fit; one alone of many parts
@@ -147,7 +147,7 @@ class Ranks:
         self.knobs, self.variants = knobs, variants
         self.pipeline = Pipeline(orders, stages, link, **how)
         counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
-        splits = {stage: bool(cost.splits) for stage, cost in enumerate(stages)}
+        splits = {stage: cost.split for stage, cost in enumerate(stages)}
         self._spots = [Spots.of(order, counts, splits) for order in orders]
         self._times: dict[tuple[int, ...], StageTimes] = {}
         self._known: dict[Key, tuple[list[StageTimes], float, list[Choices]]] = {}
@@ -179,7 +179,8 @@ class Ranks:
         plain, variants = self.plain[stage], self.variants.get(stage, ())
         key = id(plain), *(id(variants[group][way].cost) for group, way in ways.items())
         if key not in self._times:
-            self._times[key] = self.pipeline.stage_times(recomputed(plain, variants, ways))
+            groups = [variants[k][ways[k]].cost if k in ways else group for k, group in enumerate(plain.groups)]
+            self._times[key] = self.pipeline.stage_times(replace(plain, groups=tuple(groups)))
         return self._times[key]
 
     def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:

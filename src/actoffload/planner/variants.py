@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ..schedule.costs import LayerCost, Saved, StageCost
+from ..schedule.costs import LayerCost, Saved
 
 STEPS = 12  # into which the outputs of a group are divided
 
@@ -291,18 +291,3 @@ def by_stage(ways: Ways) -> dict[int, dict[int, int]]:
     for (stage, group), way in sorted(ways.items()):
         found.setdefault(stage, {})[group] = way
     return found
-
-
-def recomputed(cost: StageCost, variants: Sequence[Sequence[Variant]], ways: Mapping[int, int]) -> StageCost:
-    """Return what a stage costs if some of its groups are run in other ways.
-
-    The seconds of recomputation are those of the input backward, if the backward is split.
-    """
-    groups, splits = list(cost.groups), list(cost.splits)
-    for group, way in ways.items():
-        plain, taken = cost.groups[group], variants[group][way]
-        groups[group] = taken.cost
-        if splits:
-            seconds = splits[group].input_seconds + taken.cost.backward - plain.backward
-            splits[group] = replace(splits[group], input_seconds=max(seconds, 0.0))
-    return replace(cost, groups=tuple(groups), splits=tuple(splits))

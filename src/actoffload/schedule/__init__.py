@@ -1,6 +1,6 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
-from .costs import LayerCost, Link, Saved, SplitCost, StageCost
+from .costs import LayerCost, Link, Saved, StageCost
 from .pipeline import (
     Chunk,
     ChunkAction,
@@ -39,7 +39,6 @@ __all__ = [
     "Saved",
     "Simulation",
     "Span",
-    "SplitCost",
     "StageCost",
     "Step",
     "Timeline",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -66,6 +65,11 @@ class LayerCost:
     kept_bytes : int
         Bytes that it keeps on the device from the end of its forward to the end of its backward, beside `saved`, which
         cannot be offloaded: casts of weights under autocast.
+    weight_backward : float
+        Seconds of `backward` that compute gradients of weights alone, where a stage of a pipeline does that later.
+    gradient_bytes : int
+        Bytes of gradients of its weights that the first full or weight backward of a step of a pipeline allocates, and
+        that stay until the step ends.
     unpacks_at_once : bool
         Whether backward needs all saved tensors when it starts and frees them when it ends, and forward writes all
         before it saves the first, as in a compiled layer.
@@ -92,13 +96,16 @@ class LayerCost:
     gap_forward_temporary: int = 0
     gap_backward_temporary: int = 0
     kept_bytes: int = 0
+    weight_backward: float = 0.0
+    gradient_bytes: int = 0
     unpacks_at_once: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "host_forward", "host_backward", "gap_forward", "gap_backward"):
+        gaps = "gap_forward", "gap_backward", "weight_backward"
+        for name in ("forward", "backward", "host_forward", "host_backward", *gaps):
             check_seconds(**{name: getattr(self, name)})
         temporaries = "forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary"
-        for name in (*temporaries, "kept_bytes"):
+        for name in (*temporaries, "kept_bytes", "gradient_bytes"):
             check_bytes(**{name: getattr(self, name)})
         expected, four = "four numbers of bytes, each 0 or more", self.other_bytes
         check_fits(expected, lambda value: len(value) == 4 and all(level >= 0 for level in value), other_bytes=four)
@@ -117,6 +124,11 @@ class LayerCost:
     def nbytes(self) -> int:
         """Bytes of all saved tensors."""
         return sum(saved.nbytes for saved in self.saved)
+
+    @property
+    def input_backward(self) -> float:
+        """Seconds of `backward` without those of the weights."""
+        return max(self.backward - self.weight_backward, 0.0)
 
     @property
     def order_of_use(self) -> tuple[int, ...]:
@@ -211,44 +223,7 @@ class Link:
         return start + together + (seconds - rest * together)
 
 
-def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
-    """Return the seconds of the copies to the host, and from the start of forward until they are done."""
-    total = end = 0.0
-    for saved in cost.saved:
-        seconds = saved.nbytes / link.d2h
-        total += seconds
-        end = max(end, saved.saved_at * cost.forward) + seconds
-    return total, end
-
-
-def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
-    """Return the seconds of the copies back, and by how much they must start before backward does."""
-    total, ahead = 0.0, float("-inf")
-    for saved in reversed(cost.saved):
-        total += saved.nbytes / link.h2d
-        needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
-        ahead = max(ahead, total - needed)
-    return total, ahead
-
-
 # Stages of a pipeline
-
-
-@dataclass(frozen=True, slots=True)
-class SplitCost:
-    """How the backward of a group is split into that of its inputs and that of its weights.
-
-    Parameters
-    ----------
-    input_seconds, weight_seconds : float
-        Seconds of compute of each.
-    """
-
-    input_seconds: float
-    weight_seconds: float
-
-    def __post_init__(self) -> None:
-        check_seconds(input_seconds=self.input_seconds, weight_seconds=self.weight_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +234,6 @@ class StageCost:
     ----------
     groups : tuple of LayerCost
         The groups of the stage, in order of the forward.  Gaps are compute between them.
-    splits : tuple of SplitCost
-        For each group, if its backward can be split.  If empty, the input backward computes nothing and the weight
-        backward is the full backward, as on PyTorch's first stage.
     boundary_bytes : int
         Bytes of the stage's input and output, unless they are among what the groups save, that are kept from the start
         of a microbatch's forward to the end of its full or weight backward.
@@ -270,38 +242,29 @@ class StageCost:
     output_bytes : int
         Bytes of the output, unless it is saved, that are kept from a forward to the end of the step: the last stage
         returns it.
-    gradient_bytes : tuple of int
-        For each group the bytes of gradients of its weights that the first full or weight backward of a step allocates,
-        and that stay until the step ends; none if empty.
     between_bytes : int
         Bytes that the input backward of a microbatch leaves on the device until the end of its weight backward, beside
         what the groups save: the gradients of which the weight backward computes those of the weights.
+    split : bool
+        Whether its backward can be split.  Otherwise the input backward computes nothing and the weight backward is the
+        full backward, as on PyTorch's first stage.
 
     Raises
     ------
     ValueError
-        If there are splits or gradients, but not one entry for each group, or a number is negative.
+        If a number is negative.
     """
 
     groups: tuple[LayerCost, ...]
-    splits: tuple[SplitCost, ...] = ()
     boundary_bytes: int = 0
     other_bytes: int = 0
     output_bytes: int = 0
-    gradient_bytes: tuple[int, ...] = ()
     between_bytes: int = 0
+    split: bool = False
 
     def __post_init__(self) -> None:
         check_kinds(LayerCost, groups=self.groups)
-        check_kinds(SplitCost, splits=self.splits)
         object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "splits", tuple(self.splits))
-        object.__setattr__(self, "gradient_bytes", tuple(self.gradient_bytes))
-        for what, given in (("splits", self.splits), ("gradients", self.gradient_bytes)):
-            if given and len(given) != len(self.groups):
-                raise ValueError(f"There are {len(given)} {what} for {len(self.groups)} groups; give one for each.")
-        for nbytes in self.gradient_bytes:
-            check_bytes(gradient_bytes=nbytes)
         for name in ("boundary_bytes", "other_bytes", "output_bytes", "between_bytes"):
             check_bytes(**{name: getattr(self, name)})
 
@@ -333,8 +296,7 @@ class Use(NamedTuple):
     lead: float = 0.0  # seconds before the end of its copies back from which on compute may use it
 
 
-@dataclass(slots=True)
-class Part:
+class Part(NamedTuple):
     """The compute of one group in one step."""
 
     gap: float
@@ -342,28 +304,37 @@ class Part:
     host: float
     temporary: int  # bytes allocated for a time
     gap_temporary: int
-    kept: int  # bytes that it keeps, or frees if negative, beside the saved ones
     levels: tuple[int, int]  # bytes beside those of the rank, where it starts and where it ends
     uses: tuple[Use, ...]
     at_once: bool  # it writes all before it saves any, and frees all when it ends
-    frees: bool  # it frees what it uses
-    last: bool  # nothing uses it later
+    kept: int = 0  # bytes that it keeps, or frees if negative, beside the saved ones
+    gradients: int = 0  # bytes that stay from the first such step on
+    frees: bool = False  # it frees what it uses
+    last: bool = False  # nothing uses it later
 
 
 class GroupTimes:
     """Copies of one group in seconds, which are `exact` to the tensor, or of all of them as one piece."""
 
-    def __init__(self, cost: LayerCost, split: SplitCost | None, link: Link, *, exact: bool) -> None:
-        self.cost, self.nbytes, self._link, self._exact = cost, cost.nbytes, link, exact
+    def __init__(self, cost: LayerCost, link: Link, *, split: bool, exact: bool) -> None:
+        self.cost, self.nbytes, self._link, self._split, self._exact = cost, cost.nbytes, link, split, exact
         # The copies to the host, and from the start of forward until all are done, if the queue is free.
-        self.out, self.out_after = copies_out(cost, link)
+        self.out = self.out_after = 0.0
+        for saved in cost.saved:
+            seconds = saved.nbytes / link.d2h
+            self.out += seconds
+            self.out_after = max(self.out_after, saved.saved_at * cost.forward) + seconds
         # From the start of forward until the first copy can start.
         self.out_ready = cost.saved[0].saved_at * cost.forward if cost.saved else 0.0
-        # The copies back, and by how much they must start before a full backward does, without a stall.
-        self.back, self.back_ahead = copies_back(cost, link)
+        # The copies back, and by how much they must start before a backward does, without a stall.
+        self.back, self.back_ahead = 0.0, float("-inf")
         self.input_ahead = self.back_ahead
-        if split is not None:  # the input backward needs the tensors at the same parts of a shorter time
-            self.input_ahead = copies_back(replace(cost, backward=split.input_seconds), link)[1]
+        backward = cost.input_backward if split else cost.backward
+        for saved in reversed(cost.saved):
+            self.back += saved.nbytes / link.h2d
+            needed_at = 0.0 if cost.unpacks_at_once else saved.needed_at
+            self.back_ahead = max(self.back_ahead, self.back - needed_at * cost.backward)
+            self.input_ahead = max(self.input_ahead, self.back - needed_at * backward)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -374,7 +345,7 @@ class GroupTimes:
         one = Piece(self.nbytes, len(saved), self.out, self.out_after - self.out_ready, self.back)
         return (one,) if saved else ()
 
-    def uses(self, computation: Computation) -> tuple[Use, ...]:
+    def _uses(self, computation: Computation) -> tuple[Use, ...]:
         """Return where a computation comes to each piece, in order."""
         cost = self.cost
         if not self._exact:
@@ -392,76 +363,40 @@ class GroupTimes:
         parts = [(k, 0.0 if cost.unpacks_at_once else cost.saved[k].needed_at) for k in cost.order_of_use]
         return tuple(Use(k, part * cost.backward, part * cost.host_backward) for k, part in parts)
 
+    def part(self, computation: Computation) -> Part:
+        """Return the compute of the group in a computation."""
+        cost, split = self.cost, self._split and computation is not Computation.BACKWARD
+        at_once = self._exact and cost.unpacks_at_once
+        if computation is Computation.FORWARD:
+            temporaries, levels = (cost.forward_temporary, cost.gap_forward_temporary), cost.other_bytes[:2]
+            times = cost.gap_forward, cost.forward, cost.host_forward
+            return Part(*times, *temporaries, levels, self._uses(computation), at_once, kept=cost.kept_bytes)
+        temporaries, levels = (cost.backward_temporary, cost.gap_backward_temporary), cost.other_bytes[2:]
+        times, gradients = (cost.gap_backward, cost.backward, cost.host_backward), cost.gradient_bytes
+        uses = self._uses(computation if split else Computation.BACKWARD)
+        full = Part(*times, *temporaries, levels, uses, at_once, -cost.kept_bytes, gradients, frees=True, last=True)
+        if not split:
+            return full
+        # Neither half frees anything before it ends.
+        first = cost.host_backward * (cost.input_backward / cost.backward if cost.backward else 1.0)
+        half = full._replace(kept=0, frees=False)
+        if computation is Computation.BACKWARD_INPUT:
+            return half._replace(seconds=cost.input_backward, host=first, gradients=0, last=False)
+        return half._replace(gap=0.0, seconds=cost.weight_backward, host=cost.host_backward - first)
 
-@dataclass
+
 class StageTimes:
     """The steps of one stage, with copies that are `exact` to the tensor, or one piece for each group."""
 
-    cost: StageCost
-    link: Link
-    exact: bool
-
-    @cached_property
-    def groups(self) -> list[GroupTimes]:
-        """The groups, in order of the forward."""
-        splits = self.cost.splits or (None,) * len(self.cost.groups)
-        pairs = zip(self.cost.groups, splits, strict=True)
-        return [GroupTimes(group, split, self.link, exact=self.exact) for group, split in pairs]
-
-    @cached_property
-    def pieces(self) -> list[tuple[Piece, ...]]:
-        """The pieces of each group."""
-        return [group.pieces for group in self.groups]
-
-    @cached_property
-    def parts(self) -> dict[Computation, list[Part]]:
-        """The compute of the groups in each computation, in order of execution; none if it computes nothing."""
-        found = {computation: list[Part]() for computation in Computation}
-        for group, split in zip(self.groups, self.cost.splits or (None,) * len(self.groups), strict=True):
-            cost = group.cost
-            own = Part(
-                gap=cost.gap_forward,
-                seconds=cost.forward,
-                host=cost.host_forward,
-                temporary=cost.forward_temporary,
-                gap_temporary=cost.gap_forward_temporary,
-                kept=cost.kept_bytes,
-                levels=cost.other_bytes[:2],
-                uses=group.uses(Computation.FORWARD),
-                at_once=self.exact and cost.unpacks_at_once,
-                frees=False,
-                last=False,
-            )
-            full = replace(
-                own,
-                gap=cost.gap_backward,
-                seconds=cost.backward,
-                host=cost.host_backward,
-                temporary=cost.backward_temporary,
-                gap_temporary=cost.gap_backward_temporary,
-                kept=-cost.kept_bytes,
-                levels=cost.other_bytes[2:],
-                uses=group.uses(Computation.BACKWARD),
-                frees=True,
-                last=True,
-            )
-            found[Computation.FORWARD].append(own)
-            found[Computation.BACKWARD].insert(0, full)
-            if split is None:
-                found[Computation.BACKWARD_WEIGHT].insert(0, full)
-                continue
-            # Neither half frees anything before it ends.
-            both = split.input_seconds + split.weight_seconds
-            host = full.host * (split.input_seconds / both if both else 1.0)
-            uses = group.uses(Computation.BACKWARD_INPUT)
-            half = replace(full, seconds=split.input_seconds, host=host, kept=0, uses=uses, frees=False, last=False)
-            found[Computation.BACKWARD_INPUT].insert(0, half)
-            uses, late = group.uses(Computation.BACKWARD_WEIGHT), full.host - host
-            other = replace(half, gap=0.0, seconds=split.weight_seconds, host=late, uses=uses, last=True)
-            found[Computation.BACKWARD_WEIGHT].insert(0, other)
-        return found
-
-    @cached_property
-    def gradients(self) -> list[int]:
-        """Bytes of the gradients of each group, in the order of the backward."""
-        return list(reversed(self.cost.gradient_bytes or (0,) * len(self.groups)))
+    def __init__(self, cost: StageCost, link: Link, *, exact: bool) -> None:
+        self.cost = cost
+        self.groups = [GroupTimes(group, link, split=cost.split, exact=exact) for group in cost.groups]
+        self.pieces = [group.pieces for group in self.groups]
+        # The compute of the groups in each computation, in order of execution; none if it computes nothing.
+        self.parts = {
+            Computation.FORWARD: [group.part(Computation.FORWARD) for group in self.groups],
+            Computation.BACKWARD_INPUT: list[Part](),
+        }
+        halves = Computation.BACKWARD_INPUT, Computation.BACKWARD_WEIGHT
+        for computation in (Computation.BACKWARD, *(halves if cost.split else halves[1:])):
+            self.parts[computation] = [group.part(computation) for group in reversed(self.groups)]

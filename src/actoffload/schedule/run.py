@@ -142,7 +142,7 @@ class RankRun:
                     self._border(level, part.gap_temporary)
             if (number, position) in actions:
                 self._act(actions[number, position], level)
-            if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.splits):
+            if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.split):
                 self._note(level)
             if part is None:  # an input backward without a split
                 continue
@@ -150,10 +150,10 @@ class RankRun:
                 self._forward(part, (stage, microbatch, position), times.pieces[position])
             else:
                 self._backward(part, (stage, microbatch, count - 1 - position))
-            self.other += part.kept + times.gradients[position] if first else part.kept
+            self.other += part.kept + part.gradients if first else part.kept
             level = part.levels[1]
             self._border(level, part.temporary)
-        if not forward and (times.cost.boundary_bytes or times.cost.splits):
+        if not forward and (times.cost.boundary_bytes or times.cost.split):
             self._end_backward(computation, times)
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
@@ -167,7 +167,7 @@ class RankRun:
         """Free what a backward frees where it ends."""
         if computation is not Computation.BACKWARD_INPUT:
             self.other -= times.cost.boundary_bytes
-        if not times.cost.splits or computation is Computation.BACKWARD:
+        if not times.cost.split or computation is Computation.BACKWARD:
             return
         if computation is Computation.BACKWARD_INPUT:
             self.other += times.cost.between_bytes

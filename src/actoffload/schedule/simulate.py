@@ -237,7 +237,7 @@ def simulate_pipeline(
         if plan.order != order:
             raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
         for stage, names in plan.names.items():
-            if len(names) != len(stages[stage].groups) or plan.splits[stage] != bool(stages[stage].splits):
+            if len(names) != len(stages[stage].groups) or plan.splits[stage] != stages[stage].split:
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
     pipeline = Pipeline(steps, stages, link)
     baseline = _simulated(pipeline, [{}] * len(steps))
@@ -272,9 +272,9 @@ def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost]
         if missing:
             raise ValueError(f"Rank {rank} has stage {min(missing)}, but there are costs of {len(stages)} stages.")
         split = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT} - {0}
-        without = [stage for stage in split if stages[stage].groups and not stages[stage].splits]
+        without = [stage for stage in split if stages[stage].groups and not stages[stage].split]
         if without:
-            raise ValueError(f"Stage {max(without)} has an input backward, but its cost has no splits.")
+            raise ValueError(f"Stage {max(without)} has an input backward, but its cost has no split.")
     check_kind(Link, link=link)
 
 
@@ -306,7 +306,7 @@ class Pipeline:
 
     def stage_times(self, cost: StageCost) -> StageTimes:
         """Return the times of a stage."""
-        return StageTimes(cost, self.link, self._exact)
+        return StageTimes(cost, self.link, exact=self._exact)
 
     def _compile(self, step: Step) -> CompiledStep:
         if step.computation is Computation.BACKWARD_WEIGHT:

@@ -16,7 +16,7 @@ from .._text import fold
 from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
-from ..schedule.costs import LayerCost, Link, Saved, SplitCost, StageCost, spread_evenly
+from ..schedule.costs import LayerCost, Link, Saved, StageCost, spread_evenly
 from ..schedule.pipeline import Computation, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, Copy, Meter, Span, StepMeter, spans
@@ -294,8 +294,8 @@ def stage_cost(
     late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
     split = learned.split.get(stage, False) or (stage > 0 and stage in late)
     most = {} if meter is None else meter.temporaries(stage)
-    groups, splits = [], []
-    for k, (forward, backward, halves) in enumerate(_group_times(stage, len(saved), meter, split=split)):
+    groups, known = [], len(gradients) == len(saved)
+    for k, (forward, backward, weights) in enumerate(_group_times(stage, len(saved), meter, split=split)):
         groups.append(
             LayerCost(
                 forward.seconds,
@@ -307,45 +307,43 @@ def stage_cost(
                 forward_temporary=most.get((Kind.FORWARD, k, True), 0),
                 gap_backward_temporary=most.get((Kind.BACKWARD, k, False), 0),
                 backward_temporary=most.get((Kind.BACKWARD, k, True), 0),
+                weight_backward=weights,
+                gradient_bytes=gradients[k] if known else 0,
             )
         )
-        splits.append(SplitCost(*halves))
     boundary, output = kept_outputs(stage, learned)
     return StageCost(
         tuple(groups),
-        tuple(splits) if split else (),
         boundary + outside,
-        other_bytes=other_bytes,
-        output_bytes=output,
-        gradient_bytes=tuple(gradients),
+        other_bytes,
+        output,
         between_bytes=0 if meter is None or not split else meter.between_bytes.get(stage, 0),
+        split=split,
     )
 
 
-def _group_times(
-    stage: int, count: int, meter: StepMeter | None, *, split: bool
-) -> list[tuple[Span, Span, tuple[float, float]]]:
-    """Return the times of the forward and the backward of each group, and the seconds of the halves of its backward.
+def _group_times(stage: int, count: int, meter: StepMeter | None, *, split: bool) -> list[tuple[Span, Span, float]]:
+    """Return the times of the forward and the backward of each group, and the seconds of it that are of weights alone.
 
     What a step did not show is the same for all groups.
     """
-    even = [(Span(0.0, 1.0), Span(0.0, 2.0), (1.0, 1.0))] * count
+    even = [(Span(0.0, 1.0), Span(0.0, 2.0), 1.0)] * count
     if meter is None:
         return even
     forward = meter.groups(stage, Computation.FORWARD, count)
     inputs = meter.groups(stage, Computation.BACKWARD_INPUT, count)
     backward = meter.groups(stage, Computation.BACKWARD, count)
-    weights = meter.computations(stage, Computation.BACKWARD_WEIGHT)
+    both = meter.computations(stage, Computation.BACKWARD_WEIGHT)
     if backward is None and not split:  # the weight backward is the full one
         backward = meter.groups(stage, Computation.BACKWARD_WEIGHT, count)
     if forward is None or (backward is None and inputs is None):
         return even
-    halves = [(1.0, 1.0)] * count
-    if inputs is not None and weights is not None:
+    weights = [1.0] * count
+    if inputs is not None and both is not None:
         whole = sum(each.seconds for each in inputs)
-        halves = [(each.seconds, weights * (each.seconds / whole if whole else 1 / count)) for each in inputs]
+        weights = [both * (each.seconds / whole if whole else 1 / count) for each in inputs]
     elif backward is not None:
-        halves = [(each.seconds / 2, each.seconds / 2) for each in backward]
+        weights = [each.seconds / 2 for each in backward]
     if backward is None:
-        backward = [Span(each.gap, sum(half)) for each, half in zip(inputs or (), halves, strict=True)]
-    return list(zip(forward, backward, halves, strict=True))
+        backward = [Span(each.gap, each.seconds + late) for each, late in zip(inputs or (), weights, strict=True)]
+    return list(zip(forward, backward, weights, strict=True))
