@@ -20,16 +20,19 @@ from sphinx.application import Sphinx
 import actoffload
 from actoffload.report.plots import LINES, add_legend, plot_timeline
 from actoffload.schedule import (
+    Action,
     DefaultSchedule,
+    Do,
+    Event,
     Kind,
     LayerCost,
     Link,
-    ManualSchedule,
     Plan,
     Saved,
     Simulation,
     Span,
     Timeline,
+    When,
     simulate,
 )
 
@@ -61,16 +64,15 @@ def stalls() -> Plan:
 
 def by_hand() -> Plan:
     """Return a manual schedule of every second layer, each reloaded one layer early."""
-    return (
-        ManualSchedule(LAYERS)
-        .start_offload_layer(0, after_forward_of=0)
-        .release_activation_forward_gpu_memory(0, after_forward_of=1)
-        .start_offload_layer(2, after_forward_of=2)
-        .release_activation_forward_gpu_memory(2, after_forward_of=3)
-        .start_reload_layer(2, before_backward_of=3)
-        .start_reload_layer(0, before_backward_of=1)
-        .plan()
-    )
+    calls = [
+        (Event(When.FORWARD_END, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
+        (Event(When.FORWARD_END, 2), Action(Do.OFFLOAD, 2)),
+        (Event(When.FORWARD_END, 3), Action(Do.RELEASE, 2)),
+        (Event(When.BACKWARD_START, 3), Action(Do.RELOAD, 2)),
+        (Event(When.BACKWARD_START, 1), Action(Do.RELOAD, 0)),
+    ]
+    return Plan.of(LAYERS, calls)
 
 
 FIGURES: dict[str, Callable[[], Plan]] = {

@@ -15,7 +15,7 @@ from virtual_time import agree, costs, execute, links, run, seconds
 
 from actoffload.device import ReferenceDevice
 from actoffload.report import Statistics
-from actoffload.schedule import Do, LayerCost, Link, ManualSchedule, Timeline, When, simulate
+from actoffload.schedule import Action, Do, Event, LayerCost, Link, Plan, Timeline, When, simulate
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,10 @@ def _offload_every_tensor():
         yield
 
 
-def by_controller(schedule: ManualSchedule, each, link) -> tuple[Timeline, Statistics, float]:
-    """Make the calls of a schedule on a controller, after a layer or in a hook before its backward."""
+def by_controller(plan: Plan, each, link) -> tuple[Timeline, Statistics, float]:
+    """Make the calls of a plan on a controller, after a layer or in a hook before its backward."""
     device = ReferenceDevice(link.d2h, link.h2d)
     context, sync, controller = make_manual(len(each), device=device)
-    plan = schedule.plan()
     names = {
         Do.OFFLOAD: controller.start_offload_layer,
         Do.RELEASE: controller.release_activation_forward_gpu_memory,
@@ -46,17 +45,20 @@ def by_controller(schedule: ManualSchedule, each, link) -> tuple[Timeline, Stati
     return run(context, sync, device, each, after=after)
 
 
-def test_calls_of_a_controller_do_what_their_schedule_says():
-    schedule = ManualSchedule(5)
+def test_calls_of_a_controller_do_what_their_plan_says():
+    calls = []
     for layer, (offload, release, reload) in enumerate([(0, 2, 1), (1, 1, 3), (3, 4, 4), (4, 4, 4)]):
-        schedule = schedule.start_offload_layer(layer, after_forward_of=offload)
-        schedule = schedule.release_activation_forward_gpu_memory(layer, after_forward_of=release)
-        schedule = schedule.start_reload_layer(layer, before_backward_of=reload)
+        calls += [
+            (Event(When.FORWARD_END, offload), Action(Do.OFFLOAD, layer)),
+            (Event(When.FORWARD_END, release), Action(Do.RELEASE, layer)),
+            (Event(When.BACKWARD_START, reload), Action(Do.RELOAD, layer)),
+        ]
+    plan = Plan.of(5, calls)
     each, link = [LayerCost.even(4096, 1.0, 2.0, pieces=4)] * 5, Link(1024.0, 2048.0)
-    want = simulate(schedule.plan(), each, link)
+    want = simulate(plan, each, link)
     assert want.bytes_reloaded > 0
-    agree(by_controller(schedule, each, link), want)
-    agree(execute(schedule.plan(), each, link), want)
+    agree(by_controller(plan, each, link), want)
+    agree(execute(plan, each, link), want)
 
 
 @st.composite

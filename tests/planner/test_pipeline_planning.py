@@ -17,8 +17,8 @@ from actoffload.schedule import (
     Link,
     PipelinePlan,
     PipelineSimulation,
-    RankSimulation,
     Saved,
+    Simulation,
     StageCost,
     Step,
     one_f_one_b,
@@ -109,7 +109,7 @@ def test_knobs() -> None:
     assert plan_pipeline(orders, stages, link, fraction=0.0)[0].transfers == {}
 
 
-def most_at_a_time(plan: PipelinePlan, rank: RankSimulation) -> int:
+def most_at_a_time(plan: PipelinePlan, rank: Simulation) -> int:
     """Return how many groups of a simulated rank are copied to the host at a time, from the start of their forward."""
     ends = [span.end for span in rank.timeline.spans if span.kind is Kind.D2H]  # one for each, in order of saving
     starts = [

@@ -1,6 +1,5 @@
 """The schedules: which layers and groups of a sequence are offloaded and when, and the order in which groups run."""
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
 from actoffload.schedule.execution_order import ExecutionOrder, GroupPlans
-from actoffload.schedule.plan import Action, Do, Event, Plan, When
-from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule, ManualSchedule
+from actoffload.schedule.plan import Do, Event, When
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 from actoffload.schedule.simulate import simulate
 
 sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)
@@ -92,22 +91,10 @@ def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
     assert result.reloaded_on_demand == 0
 
 
-# The default and the manual schedule
+# The default schedule
 
 
 SIZES = [(n, m) for m in range(1, 8) for n in range(m)]
-
-
-def offload(layer: int) -> Action:
-    return Action(Do.OFFLOAD, layer)
-
-
-def release(layer: int) -> Action:
-    return Action(Do.RELEASE, layer)
-
-
-def reload(layer: int) -> Action:
-    return Action(Do.RELOAD, layer)
 
 
 @pytest.mark.parametrize(("num_layers", "model_layers"), SIZES)
@@ -116,27 +103,6 @@ def test_the_default_schedule_is_that_of_groups_of_one_kind(num_layers: int, mod
     assert schedule.plan() == GroupSchedule(num_layers).plan("a" * model_layers)
     assert schedule.window == model_layers - num_layers
     assert schedule.overlaps is not (0 < num_layers == model_layers - 1)  # one resident layer alone prevents it
-
-
-# Calls by hand
-
-
-def test_calls_become_actions_at_their_events_in_order() -> None:
-    schedule = (
-        ManualSchedule(model_layers=4)
-        .start_offload_layer(0, after_forward_of=0)
-        .release_activation_forward_gpu_memory(0, after_forward_of=1)
-        .start_offload_layer(1, after_forward_of=1)
-        .start_reload_layer(0, before_backward_of=2)
-    )
-    assert schedule.plan() == Plan(
-        4,
-        {
-            Event(When.FORWARD_END, 0): (offload(0),),
-            Event(When.FORWARD_END, 1): (release(0), offload(1)),
-            Event(When.BACKWARD_START, 2): (reload(0),),
-        },
-    )
 
 
 # The order in which groups run
@@ -179,11 +145,3 @@ def test_the_order_of_the_last_pass_is_expected():
     assert plans.order == (2, 0)
     plans.learn([])  # nothing ran
     assert plans.order == (2, 0)
-
-
-def test_a_wrong_call_is_named() -> None:
-    """All sentences are those of `Plan`."""
-    schedule = ManualSchedule(2).start_offload_layer(0, after_forward_of=0)
-    sentence = "The plan would offload layer 0 twice in one pass; once is enough."
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        schedule.start_offload_layer(0, after_forward_of=1).plan()

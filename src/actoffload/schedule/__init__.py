@@ -14,8 +14,8 @@ from .pipeline import (
     read_order,
 )
 from .plan import Action, Do, Event, Plan, When
-from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
-from .simulate import PipelineSimulation, RankSimulation, simulate, simulate_pipeline
+from .schedules import DefaultSchedule, GroupSchedule
+from .simulate import PipelineSimulation, simulate, simulate_pipeline
 from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = [
@@ -30,12 +30,10 @@ __all__ = [
     "Kind",
     "LayerCost",
     "Link",
-    "ManualSchedule",
     "Moment",
     "PipelinePlan",
     "PipelineSimulation",
     "Plan",
-    "RankSimulation",
     "Saved",
     "Simulation",
     "Span",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .costs import Link, Part, Piece, StageTimes
 from .pipeline import Actions, ChunkAction, Computation, Step
 from .plan import Do
-from .timeline import Kind, Span, Timeline
+from .timeline import Kind, Simulation, Span, Timeline
 
 NEVER = -1.0
 """When something arrives that is not sent yet."""
@@ -72,8 +72,6 @@ class RankRun:
     saved: int = 0  # bytes of saved tensors
     saved_peak: int = 0
     peak: int = 0
-    bytes_out: int = 0
-    bytes_back: int = 0
     starts: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)  # seconds of stalls before each step
     spans: list[Span] = field(default_factory=list)
@@ -277,7 +275,6 @@ class RankRun:
         begin = max(self.d2h, copy.ready)
         done = self.link.end(begin, piece.out, self.h2d, back=False)
         self.d2h = copy.copied = max(done, copy.ready + piece.out_lag)
-        self.bytes_out += piece.nbytes
         if self.record:
             self.spans.append(Span(Kind.D2H, key[self.label], begin, self.d2h, piece.nbytes))
 
@@ -287,7 +284,6 @@ class RankRun:
         begin = max(self.h2d, self.compute)
         self.h2d = copy.arrival = self.link.end(begin, piece.back, self.d2h, back=True)
         copy.on_device = True
-        self.bytes_back += piece.nbytes
         if self.record:
             self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, piece.nbytes))
 
@@ -346,6 +342,20 @@ class RankRun:
         need = self.saved + self.other + level
         self.needs.append(need if self.needs else max(need, self.peak))  # the gap before the first moment counts there
 
-    def timeline(self) -> Timeline:
-        """Return what was recorded."""
-        return Timeline.build(self.spans, self.resident, source="simulated")
+    def simulation(self, baseline: float) -> Simulation:
+        """Return what was recorded; without offloading the step takes `baseline` seconds."""
+        backwards = (k for k, each in enumerate(self.steps) if each.step.computation is not Computation.FORWARD)
+        turn = next(backwards, None)
+        forward_time, forward_stall = (0.0, 0.0) if turn is None else (self.starts[turn], self.stalls[turn])
+        return Simulation(
+            Timeline.build(self.spans, self.resident, source="simulated"),
+            step_time=self.compute,
+            forward_time=forward_time,
+            baseline=baseline,
+            forward_stall=forward_stall,
+            backward_stall=self.stalled - forward_stall,
+            reloaded_on_demand=self.on_demand,
+            device_peak_bytes=self.peak,
+            bubble_seconds=self.bubble,
+            starts=tuple(self.starts),
+        )

@@ -1,9 +1,9 @@
-"""Schedules as data: default, manual, and by groups of a model."""
+"""Schedules as data: the default, and by groups of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._arguments import check_fraction, check_whole
@@ -60,72 +60,7 @@ class DefaultSchedule:
 
     def plan(self) -> Plan:
         """Return the schedule as data."""
-        return _within(self.model_layers, range(self.num_layers), self.window, self.window)
-
-
-def _within(layers: int, offloaded: Iterable[int], window: int, back: int) -> Plan:
-    """Return the plan in which at most `window` layers are resident; each is reloaded after the `back`-th behind it."""
-    calls = []
-    for i in offloaded:
-        # The release of layer i comes before the copies of layer i + window, which use the freed memory.
-        calls += [
-            (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
-            (Event(When.FORWARD_START, i + window), Action(Do.RELEASE, i)),
-            (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
-        ]
-    return Plan.of(layers, calls)
-
-
-@dataclass(frozen=True)
-class ManualSchedule:
-    """A plan built call by call, for `simulate` and for figures.
-
-    Each method returns a longer schedule.  While a program runs, the same three actions are methods of
-    `ManualController`.
-
-    Parameters
-    ----------
-    model_layers : int
-        Layers in one pass.
-    calls : tuple of (Event, Action)
-        What was added so far.
-
-    Examples
-    --------
-    >>> from actoffload.schedule import ManualSchedule
-    >>> schedule = (
-    ...     ManualSchedule(model_layers=3)
-    ...     .start_offload_layer(0, after_forward_of=0)
-    ...     .release_activation_forward_gpu_memory(0, after_forward_of=1)
-    ...     .start_reload_layer(0, before_backward_of=1)
-    ... )
-    >>> print(schedule.plan())
-    forward end of layer 0: offload layer 0
-    forward end of layer 1: release layer 0
-    backward start of layer 1: reload layer 0
-    """
-
-    model_layers: int
-    calls: tuple[tuple[Event, Action], ...] = ()
-
-    def _with(self, event: Event, do: Do, layer: int) -> ManualSchedule:
-        return ManualSchedule(self.model_layers, (*self.calls, (event, Action(do, layer))))
-
-    def start_offload_layer(self, layer_id: int, *, after_forward_of: int) -> ManualSchedule:
-        """Queue the copies of a layer after the forward of a layer."""
-        return self._with(Event(When.FORWARD_END, after_forward_of), Do.OFFLOAD, layer_id)
-
-    def release_activation_forward_gpu_memory(self, layer_id: int, *, after_forward_of: int) -> ManualSchedule:
-        """Wait for the copies of a layer and free its device memory after the forward of a layer."""
-        return self._with(Event(When.FORWARD_END, after_forward_of), Do.RELEASE, layer_id)
-
-    def start_reload_layer(self, layer_id: int, *, before_backward_of: int) -> ManualSchedule:
-        """Queue the copies back before the backward of a layer."""
-        return self._with(Event(When.BACKWARD_START, before_backward_of), Do.RELOAD, layer_id)
-
-    def plan(self) -> Plan:
-        """Return the schedule as data; calls that are out of order or repeated are a `ValueError`."""
-        return Plan.of(self.model_layers, self.calls)
+        return GroupSchedule(self.num_layers).plan(["layer"] * self.model_layers)
 
 
 RESIDENT = 2
@@ -197,4 +132,13 @@ class GroupSchedule:
         # While one runs, its neighbour is copied: otherwise compute would wait for each copy.
         most = resident if self.max_inflight is None else self.max_inflight + 1
         window = min(resident, most)  # [guard: groups in flight]
-        return _within(len(kinds), offloaded, window, window if len(set(kinds)) == 1 else min(window, RESIDENT))
+        back = window if len(set(kinds)) == 1 else min(window, RESIDENT)
+        calls = []
+        for i in offloaded:
+            # The release of layer i comes before the copies of layer i + window, which use the freed memory.
+            calls += [
+                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
+                (Event(When.FORWARD_START, i + window), Action(Do.RELEASE, i)),
+                (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
+            ]
+        return Plan.of(len(kinds), calls)

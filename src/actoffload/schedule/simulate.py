@@ -7,7 +7,7 @@ plan of a model can act where each layer starts and where it ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -17,7 +17,7 @@ from .costs import LayerCost, Link, StageCost, StageTimes
 from .pipeline import Actions, Chunk, ChunkAction, Computation, PipelinePlan, Step
 from .plan import Action, Plan
 from .run import NEVER, STOPPED, CompiledStep, RankRun
-from .timeline import Simulation, Timeline
+from .timeline import Simulation
 
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_seconds: float = 0.0) -> Simulation:
@@ -79,53 +79,8 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
     stages = model_stages(layers)
     pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, model=True, exact=True)
     (rank,) = pipeline.run([model_actions(plan)], record=True)
-    (without,) = Pipeline([order], stages, link, model=True).run([{}])
-    behind = len(layers)  # the step behind the last forward
-    return Simulation(
-        timeline=rank.timeline(),
-        step_time=rank.compute,
-        forward_time=rank.starts[behind],
-        baseline=without.compute,
-        forward_stall=rank.stalls[behind],
-        backward_stall=rank.stalled - rank.stalls[behind],
-        reloaded_on_demand=rank.on_demand,
-        device_peak_bytes=rank.peak,
-    )
-
-
-@dataclass(frozen=True)
-class RankSimulation:
-    """What `simulate_pipeline` predicts for one rank.
-
-    Parameters
-    ----------
-    end : float
-        Seconds until its last computation has ended.
-    bubble_seconds : float
-        Seconds for which compute waited for what other ranks send, before its last computation.
-    stall_seconds : float
-        Seconds for which compute waited for copies.
-    peak_bytes : int
-        Largest number of bytes of saved activations on the device at one time.
-    device_peak_bytes : int
-        The same with all that the costs name beside them.
-    bytes_offloaded, bytes_reloaded : int
-        Bytes copied to the host and back.
-    starts : tuple of float
-        When each computation of the order starts.
-    timeline : Timeline
-        Spans of compute by group, copies and stalls, whose `layer` is the microbatch; and the resident bytes.
-    """
-
-    end: float
-    bubble_seconds: float
-    stall_seconds: float
-    peak_bytes: int
-    device_peak_bytes: int
-    bytes_offloaded: int
-    bytes_reloaded: int
-    starts: tuple[float, ...]
-    timeline: Timeline = field(repr=False)
+    (without,) = pipeline.run([{}])
+    return rank.simulation(without.compute)
 
 
 @dataclass(frozen=True)
@@ -134,24 +89,24 @@ class PipelineSimulation:
 
     Parameters
     ----------
-    ranks : tuple of RankSimulation
+    ranks : tuple of Simulation
         One for each rank.
-    baseline : tuple of RankSimulation
+    baseline : tuple of Simulation
         The same without offloading.
     """
 
-    ranks: tuple[RankSimulation, ...]
-    baseline: tuple[RankSimulation, ...]
+    ranks: tuple[Simulation, ...]
+    baseline: tuple[Simulation, ...]
 
     @property
     def step_time(self) -> float:
         """Seconds until the last rank has ended."""
-        return max(rank.end for rank in self.ranks)
+        return max(rank.step_time for rank in self.ranks)
 
     @property
     def baseline_time(self) -> float:
         """The same without offloading."""
-        return max(rank.end for rank in self.baseline)
+        return max(rank.step_time for rank in self.baseline)
 
     @property
     def slowdown(self) -> float:
@@ -240,26 +195,13 @@ def simulate_pipeline(
             if len(names) != len(stages[stage].groups) or plan.splits[stage] != stages[stage].split:
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
     pipeline = Pipeline(steps, stages, link)
-    baseline = _simulated(pipeline, [{}] * len(steps))
+    without = pipeline.run([{}] * len(steps), record=True)
+    baseline = tuple(rank.simulation(rank.compute) for rank in without)
     actions: list[Actions] = [{} if plan is None else plan.actions for plan in planned]
-    return PipelineSimulation(_simulated(pipeline, actions) if any(actions) else baseline, baseline)
-
-
-def _simulated(pipeline: Pipeline, actions: Sequence[Actions]) -> tuple[RankSimulation, ...]:
-    return tuple(
-        RankSimulation(
-            end=rank.compute,
-            bubble_seconds=rank.bubble,
-            stall_seconds=rank.stalled,
-            peak_bytes=rank.saved_peak,
-            device_peak_bytes=rank.peak,
-            bytes_offloaded=rank.bytes_out,
-            bytes_reloaded=rank.bytes_back,
-            starts=tuple(rank.starts),
-            timeline=rank.timeline(),
-        )
-        for rank in pipeline.run(actions, record=True)
-    )
+    if not any(actions):
+        return PipelineSimulation(baseline, baseline)
+    pairs = zip(pipeline.run(actions, record=True), without, strict=True)
+    return PipelineSimulation(tuple(rank.simulation(alone.compute) for rank, alone in pairs), baseline)
 
 
 def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost], link: Link) -> None:

@@ -96,24 +96,28 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` predicts for one step; ``print`` gives a table.
+    """What is predicted for one step of a model, or of a rank of a pipeline; ``print`` gives a table.
 
     Parameters
     ----------
     timeline : Timeline
         Spans of compute, copies and stalls, and the resident bytes.
     step_time : float
-        Seconds from the start of the first forward to the end of the last backward.
+        Seconds from the start of the step to the end of the last backward.
     forward_time : float
-        Seconds of `step_time` until the last forward has ended.
+        Seconds of `step_time` until the first backward starts.
     baseline : float
         Seconds that the step takes when nothing is offloaded.
     forward_stall, backward_stall : float
-        Seconds for which compute waited for copies, in forward and in backward.
+        Seconds for which compute waited for copies, until the first backward starts and later.
     reloaded_on_demand : int
         Saved tensors that were reloaded only when backward used them.
     device_peak_bytes : int
         Largest number of bytes on the device at one time, with all that the costs name beside the saved activations.
+    bubble_seconds : float
+        Seconds for which compute waited for what other ranks send.
+    starts : tuple of float
+        When each computation of a rank starts.
     """
 
     timeline: Timeline
@@ -124,10 +128,12 @@ class Simulation:
     backward_stall: float
     reloaded_on_demand: int
     device_peak_bytes: int = 0
+    bubble_seconds: float = 0.0
+    starts: tuple[float, ...] = ()
 
     @property
     def backward_time(self) -> float:
-        """Seconds from the end of the last forward to the end of the step."""
+        """Seconds from the start of the first backward to the end of the step."""
         return self.step_time - self.forward_time
 
     @property
