@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from actoffload.planner import Variant, choose
-from actoffload.planner.search import Knobs, Ranks
+from actoffload.planner.placement import Knobs
+from actoffload.planner.search import Ranks
 from actoffload.schedule import LayerCost, Link, Plan, Saved
 from actoffload.schedule.simulate import model_order, model_stages
 
@@ -67,7 +68,7 @@ def model_ranks(costs: Sequence[LayerCost], link: Link) -> Ranks:
 
 def leanest(costs: Sequence[LayerCost], link: Link) -> int:
     """Return the smallest peak of all plans."""
-    return model_ranks(costs, link).choices[0].leanest()
+    return model_ranks(costs, link).profiles[0].leanest()
 
 
 def convex(other: int = 0, host: float = 0.0) -> tuple[Variant, ...]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.planner import Variant, plan_pipeline
-from actoffload.planner.search import Knobs, Ranks
+from actoffload.planner.placement import Knobs
+from actoffload.planner.search import Ranks
 from actoffload.schedule import (
     Computation,
     Kind,
@@ -180,4 +181,4 @@ def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
     assert plans[1].transfers == {}
-    assert Ranks([()], [], Link(1.0, 1.0), {}, Knobs()).choices[0].free.peak_bytes == 0
+    assert Ranks([()], [], Link(1.0, 1.0), {}, Knobs()).profiles[0].free.peak_bytes == 0

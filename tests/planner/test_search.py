@@ -111,11 +111,11 @@ def best_of_all(of: list[tuple[Variant, ...]], link: Link, limit: float) -> floa
     seconds = inf
     for variants in product(*(range(len(group)) for group in of)):
         ranks = model_ranks([group[k].cost for group, k in zip(of, variants, strict=True)], link)
-        profile = ranks.choices[0].profile
+        profile = ranks.profiles[0]
         for offloaded in product((False, True), repeat=GROUPS - 1):
             placement = profile.place([k for k in range(GROUPS - 1) if offloaded[k]], limit)
             if placement.peak_bytes <= limit:
-                seconds = min(seconds, ranks.choices[0].seconds(placement, seconds))
+                seconds = min(seconds, profile.seconds(placement, seconds))
     return seconds
 
 
@@ -134,10 +134,10 @@ def test_near_the_best_of_all_choices(rate, more):
 
 def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
     """Return the placement of some groups, and the time of a step."""
-    profile = ranks.choices[0].profile
+    profile = ranks.profiles[0]
     chosen = [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups]
     found = profile.place(chosen, limit)
-    return found, ranks.choices[0].seconds(found)
+    return found, profile.seconds(found)
 
 
 def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float = inf) -> Plan:
@@ -148,10 +148,10 @@ def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], lim
 @given(st.data(), steps(), links)
 def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
     ranks = model_ranks(costs, link)
-    choices = ranks.choices[0]
-    parts = choices.parts[: data.draw(st.integers(0, len(choices.parts)))]
-    groups = {choices.profile.spots.all[k].chunk.stage for part in parts for k in part}
-    least = choices.leanest(parts)
+    profile = ranks.profiles[0]
+    parts = profile.parts[: data.draw(st.integers(0, len(profile.parts)))]
+    groups = {profile.spots.all[k].chunk.stage for part in parts for k in part}
+    least = profile.leanest(parts)
     limit = data.draw(st.integers(0, 2 * least))
     found, seconds = placed(ranks, groups, limit)
     assert found.peak_bytes >= least

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
@@ -27,9 +27,9 @@ from ..schedule.costs import Link, StageCost
 from ..schedule.pipeline import PipelinePlan, Step
 from ..schedule.plan import Plan
 from ..schedule.simulate import check_pipeline, model_order, model_plan, model_stages, simulate
-from .placement import Placement
-from .search import ROUNDING, Choices, Knobs, Ranks
-from .variants import StageVariants, Variant, by_stage
+from .placement import ROUNDING, Knobs, Placement, Profile
+from .search import Ranks, StageVariants
+from .variants import Variant
 
 NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too
@@ -105,7 +105,7 @@ def choose(
         check_bytes(without_bytes=without_bytes)
     check_fits("a number of bytes", isfinite, excess=excess)
     most = inf if limit is None else limit - excess
-    without = models[0].ranks.baseline_peaks[0] if without_bytes is None else without_bytes
+    without = models[0].baseline_peaks[0] if without_bytes is None else without_bytes
     plan = _best(models, most)
     because = ""
     if (plan.peak_bytes or 0) > most:
@@ -183,7 +183,7 @@ def _models(
             f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
         )
     given = link, host_seconds, Knobs(host_limit=host_limit, whole=whole)
-    lean = _Model(names, groups, *given)
+    lean = _Model(names, groups, *given, holds=False)
     if not any(way.held for group in groups for way in group):
         return [lean]
     held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
@@ -203,67 +203,70 @@ def _best(models: Sequence[_Model], limit: float) -> Plan:
     return lean if not fits or (lean.seconds or 0.0) < worth else plan
 
 
-@dataclass
-class _Model:
+class _Model(Ranks):
     """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
 
-    names: Sequence[str]
-    groups: Sequence[Sequence[Variant]]
-    link: Link
-    host_seconds: float
-    knobs: Knobs
-    holds: bool = False
-
-    def __post_init__(self) -> None:
-        stages, order = model_stages([group[0].cost for group in self.groups]), model_order(len(self.groups))
-        variants = {k: [group] for k, group in enumerate(self.groups)}
-        how = {"host_seconds": self.host_seconds, "model": True}
-        self.ranks = Ranks([order], stages, self.link, variants, self.knobs, **how)
+    def __init__(
+        self,
+        names: Sequence[str],
+        groups: Sequence[Sequence[Variant]],
+        link: Link,
+        host_seconds: float,
+        knobs: Knobs,
+        *,
+        holds: bool,
+    ) -> None:
+        stages, variants = (
+            model_stages([group[0].cost for group in groups]),
+            {k: [each] for k, each in enumerate(groups)},
+        )
+        how = {"host_seconds": host_seconds, "model": True}
+        super().__init__([model_order(len(groups))], stages, link, variants, knobs, **how)
+        self._names, self._host_seconds, self._holds = tuple(names), host_seconds, holds
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
-        ranks = self.ranks
-        ranks.reset()
-        if ranks.choices[0].profile.peak_bytes <= limit:
-            return self._described(ranks.choices[0].nothing)
-        ranks.recompute(0, limit, ROUNDING)
-        least = ranks.choices[0].leanest()
+        self.reset()
+        if self.profiles[0].peak_bytes <= limit:
+            return self._described(self.profiles[0].nothing)
+        self.recompute(0, limit, ROUNDING)
+        least = self.profiles[0].leanest()
         if least > limit:
             # Of the plans with about the smallest peak the fastest is taken.
-            always = min(level for group in self.groups for level in group[0].cost.other_bytes)
+            always = min(level for stage in self.plain for level in stage.groups[0].other_bytes)
             limit = math.ceil(least + NEAR * (least - always))
-            ranks.recompute(0, limit, ROUNDING)
-        found = ranks.choices[0].within(limit, ranks.seconds * (1 + ROUNDING))
-        return self._described(ranks.choices[0].smallest() if found is None else self._leaner(*found))
+            self.recompute(0, limit, ROUNDING)
+        found = self.profiles[0].within(limit, self.seconds * (1 + ROUNDING))
+        return self._described(self.profiles[0].smallest() if found is None else self._leaner(*found))
 
     def _leaner(self, best: Placement, seconds: float) -> Placement:
         """Return a placement that takes no longer, with about the smallest peak: other passes may need more memory."""
-        choices, allowed = self.ranks.choices[0], seconds * (1 + ROUNDING)
-        low = choices.leanest()
+        profile, allowed = self.profiles[0], seconds * (1 + ROUNDING)
+        low = profile.leanest()
         while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
             middle = (low + best.peak_bytes) // 2
-            found = choices.within(middle, seconds, allowed)
+            found = profile.within(middle, seconds, allowed)
             low, best = (middle, best) if found is None else (low, found[0])
         return best
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
-        ways = self.ranks.ways
-        taken = [group[ways.get((k, 0), 0)] for k, group in enumerate(self.groups)]
+        taken = [self.taken(stage)[0] for stage in range(len(self.plain))]
         found = model_plan(len(taken), placement.actions())
-        expected = simulate(found, [way.cost for way in taken], self.link, host_seconds=self.host_seconds)
-        pairs = [(way.cost, group[0].cost) for way, group in zip(taken, self.groups, strict=True)]
+        costs = [way.cost for way in taken]
+        expected = simulate(found, costs, self.pipeline.link, host_seconds=self._host_seconds)
+        pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.plain, strict=True)]
         return replace(
             found,
-            names=tuple(self.names),
-            nbytes=tuple(way.cost.nbytes for way in taken),
+            names=self._names,
+            nbytes=tuple(cost.nbytes for cost in costs),
             seconds=expected.step_time,
-            baseline_seconds=self.ranks.baseline_seconds,
+            baseline_seconds=self.baseline_seconds,
             peak_bytes=expected.device_peak_bytes,
-            recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if ways else (),
+            recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if self.ways else (),
             recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
-            saves=tuple(way.saves for way in taken) if ways else (),
-            holds=self.holds and any(way.held for way in taken),
+            saves=tuple(way.saves for way in taken) if self.ways else (),
+            holds=self._holds and any(way.held for way in taken),
         )
 
 
@@ -349,47 +352,23 @@ def plan_pipeline(
         if budget is not None and variants:
             ranks.recompute(rank, budget, FREE)
     allowed = ranks.seconds * (1 + FREE)
-    found = [_chosen(each, budget, allowed) for each, budget in zip(ranks.choices, budgets, strict=True)]
-    return _plans(ranks, found, names or {})
-
-
-RankChoice = tuple[Placement, str]
-"""What a rank does, and why."""
-
-
-def _chosen(rank: Choices, budget: int | None, allowed: float) -> RankChoice:
-    """Return what a rank does, and why."""
-    knobs = rank.knobs
-    if budget is None and not knobs.given and knobs.max_inflight is None:
-        return rank.nothing, ""
-    if budget is None or (knobs.given and rank.free.peak_bytes <= budget):
-        return rank.free, ""
-    found, limit = rank.within(budget, allowed), f"is within the limit of {size(budget)}"
-    if found is None:
-        return rank.smallest(), f"No plan of this rank {limit}; this one has the smallest peak."
-    return found[0], "" if found[1] <= allowed else f"No plan of this rank without a cost in time {limit}."
-
-
-def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
-    """Return the plans with what they are expected to cost."""
+    found = [_chosen(each, knobs, budget, allowed) for each, budget in zip(ranks.profiles, budgets, strict=True)]
     runs, seconds = ranks.simulated([placement for placement, _ in found])
-    costs = [times.cost for times in ranks.pipeline.times]
-    saves = {
-        stage: tuple(group[ways.get(k, 0)].saves for k, group in enumerate(ranks.variants[stage]))
-        for stage, ways in by_stage(ranks.ways).items()
-    }
     plans = []
     for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
-        mine = {stage: costs[stage] for stage in sorted({step.stage for step in order})}
+        mine = sorted({step.stage for step in order})
+        costs = {stage: ranks.pipeline.times[stage].cost for stage in mine}
+        titles = {stage: map(str, range(len(cost.groups))) for stage, cost in costs.items()}
+        saves = {stage: tuple(way.saves for way in ranks.taken(stage)) for stage in mine}
         plans.append(
             PipelinePlan(
                 number,
                 order,
-                {stage: tuple(names.get(stage, map(str, range(len(cost.groups))))) for stage, cost in mine.items()},
+                {stage: tuple((names or titles).get(stage, titles[stage])) for stage in mine},
                 placement.transfers(),
-                {stage: cost.split for stage, cost in mine.items()},
-                {stage: tuple(group.nbytes for group in cost.groups) for stage, cost in mine.items()},
-                {stage: saves[stage] for stage in mine if stage in saves},
+                {stage: cost.split for stage, cost in costs.items()},
+                {stage: tuple(group.nbytes for group in cost.groups) for stage, cost in costs.items()},
+                {stage: each for stage, each in saves.items() if any(saved is not None for saved in each)},
                 seconds=seconds,
                 baseline_seconds=ranks.baseline_seconds,
                 peak_bytes=run.peak,
@@ -398,3 +377,16 @@ def _plans(ranks: Ranks, found: Sequence[RankChoice], names: Mapping[int, Sequen
             )
         )
     return tuple(plans)
+
+
+def _chosen(rank: Profile, knobs: Knobs, budget: int | None, allowed: float) -> tuple[Placement, str]:
+    """Return what a rank does, and why."""
+    by_hand = knobs.fraction is not None or knobs.delta_bytes is not None
+    if budget is None and not by_hand and knobs.max_inflight is None:
+        return rank.nothing, ""
+    if budget is None or (by_hand and rank.free.peak_bytes <= budget):
+        return rank.free, ""
+    found, limit = rank.within(budget, allowed), f"is within the limit of {size(budget)}"
+    if found is None:
+        return rank.smallest(), f"No plan of this rank {limit}; this one has the smallest peak."
+    return found[0], "" if found[1] <= allowed else f"No plan of this rank without a cost in time {limit}."

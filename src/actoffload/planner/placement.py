@@ -1,22 +1,37 @@
-"""Place releases and reloads on a rank: when chunks that are to be offloaded are freed and reloaded."""
+"""What one rank may offload, and when that is freed and reloaded: its placements within a limit of memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 from math import inf
 from typing import NamedTuple
 
-from ..schedule.costs import GroupTimes, StageTimes
+from ..schedule.costs import GroupTimes
 from ..schedule.pipeline import Actions, Call, Chunk, Computation, Moment, Step, Transfer, actions_at, calls_of, used_in
 from ..schedule.run import RankRun
+from ..schedule.simulate import Pipeline
 
 PHASES = 0, 2, 1, 3
 """Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""
 
 MARGIN = 0.1  # part of the time of a copy by which it is expected to be late
+ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
+FEW, MANY = 3, 100  # numbers of parts that are tried for a limit, from the fewest that fit; one alone of many parts
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What may be offloaded; None for no limit."""
+
+    fraction: float | None = None  # of the bytes of each microbatch
+    delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
+    max_inflight: int | None = None  # groups that may be copied to the host at a time
+    host_limit: int | None = None  # bytes of host memory on each rank
+    whole: bool = False  # every group is run in the last of its ways
 
 
 class Spot(NamedTuple):
@@ -64,55 +79,100 @@ class Spots:
         return Spots(moments, runs, found, [kinds[key] for key in sorted(kinds)])
 
 
-@dataclass(frozen=True)
 class Profile:
-    """One rank, as it runs without offloading; lists have an entry for each moment, or for each of the spots."""
+    """One rank: how it runs without offloading, and what it may offload.
 
-    spots: Spots
-    when: list[float]  # seconds at which the moments come
-    needs: list[int]  # bytes on the device from each moment to the next, at most
-    times: list[GroupTimes]
-    ahead: list[float]  # seconds by which its copies must start before it is used
+    Lists have an entry for each moment, or for each of the spots.
+    """
 
-    @staticmethod
-    def of(spots: Spots, rank: RankRun, times: Sequence[StageTimes]) -> Profile:
-        """Return the profile of a rank as it was run without offloading, with its moments noted."""
-        when = list(accumulate(rank.when, max))
-        groups = [times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
-        ahead = [
-            group.input_ahead if spot.split else group.back_ahead for group, spot in zip(groups, spots.all, strict=True)
+    def __init__(self, spots: Spots, run: RankRun, rank: int, knobs: Knobs, pipeline: Pipeline) -> None:
+        self.spots, self.rank, self._knobs, self._pipeline = spots, rank, knobs, pipeline
+        self.when = list(accumulate(run.when, max))  # seconds at which the moments come
+        self.needs = run.needs  # bytes on the device from each moment to the next, at most
+        self.peak_bytes = max(run.needs, default=0)
+        self.times: list[GroupTimes] = [pipeline.times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
+        # Seconds by which the copies must start before the chunk is used.
+        self._ahead = [
+            times.input_ahead if spot.split else times.back_ahead
+            for times, spot in zip(self.times, spots.all, strict=True)
         ]
-        return Profile(spots, when, rank.needs, groups, ahead)
+        idle = self._idle()
+        room = sum(self.times[kind[0]].nbytes for _, kind in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
+        room -= rank * (knobs.delta_bytes or 0)
+        host = inf if knobs.host_limit is None else knobs.host_limit
+        # Of the groups of stages that may be offloaded: the chunks in parts, and those for which there is time.
+        self.parts, self._free = list[list[int]](), list[list[int]]()
+        for seconds, kind in idle:
+            nbytes = self.times[kind[0]].nbytes
+            if nbytes <= room and nbytes * len(kind) <= host:
+                room, host = room - nbytes, host - nbytes * len(kind)
+                parts = ([k for k in kind if self._phase(k) == phase] for phase in PHASES)
+                self.parts += filter(None, parts)
+                self._free += [kind] if seconds > 0 else []
 
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of bytes on the device without offloading."""
-        return max(self.needs, default=0)
+    def _phase(self, k: int) -> int:
+        """Return the part of its kind to which a chunk belongs: each has a fourth of the microbatches."""
+        return self.spots.all[k].chunk.microbatch % len(PHASES)
 
-    def idle(self) -> list[tuple[float, list[int]]]:
+    def _idle(self) -> list[tuple[float, list[int]]]:
         """Return the spots of each group of each stage, those first that are idle longest, with the seconds."""
         spots, found = self.spots.all, []
-        for members in self.spots.kinds:
-            if self.times[members[0]].nbytes:
+        for kind in self.spots.kinds:
+            if self.times[kind[0]].nbytes:
                 seconds = sorted(
-                    self.when[spots[k].use] - self.when[spots[k].saved] - self.times[k].out_after - self.ahead[k]
-                    for k in members
+                    self.when[spots[k].use] - self.when[spots[k].saved] - self.times[k].out_after - self._ahead[k]
+                    for k in kind
                 )
-                found.append((seconds[len(seconds) // 2], members))
+                found.append((seconds[len(seconds) // 2], kind))
         return sorted(found, key=lambda each: -each[0])
 
-    def parts(self, kinds: Iterable[list[int]]) -> list[list[int]]:
-        """Return the spots of some kinds in parts with a fourth of the microbatches each."""
-        spots = self.spots.all
-        found = [
-            [k for k in kind if spots[k].chunk.microbatch % len(PHASES) == phase] for kind in kinds for phase in PHASES
-        ]
-        return [part for part in found if part]
+    @cached_property
+    def free(self) -> Placement:
+        """The placement of all for which there is time."""
+        return self.place(chain.from_iterable(self._free))
 
-    def leanest(self, chosen: Iterable[int]) -> int:
-        """Return a bound of the smallest peak that a placement of chosen spots has."""
-        spots = self.spots.all
-        return max(self.needs_with({k: spots[k].saved + 1 for k in chosen}), default=0)
+    @property
+    def nothing(self) -> Placement:
+        """The placement that offloads nothing."""
+        return Placement(self, list(self.needs))
+
+    def smallest(self) -> Placement:
+        """Return the placement with the smallest peak that can be had at any cost."""
+        return self.place(chain.from_iterable(self.parts), 0)
+
+    def within(self, limit: float, free: float, allowed: float = inf) -> tuple[Placement, float] | None:
+        """Return the placement within a limit that takes the least time, and that time; None if there is none.
+
+        Of those that take at most `free` seconds it is the one of the fewest parts.
+        """
+        if self.peak_bytes <= limit:
+            return self.nothing, self.seconds(self.nothing)
+        found = None
+        largest = sorted(self.parts, key=lambda part: -self.times[part[0]].nbytes)
+        for order in (self.parts,) if largest == self.parts else (self.parts, largest):
+            numbers = range(1, len(order) + 1)
+            least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
+            for number in numbers[least : least + (FEW if len(order) < MANY else 1)]:
+                placement = self.place(chain.from_iterable(order[:number]), limit)
+                if placement.peak_bytes > limit:
+                    continue
+                took = self.seconds(placement, allowed)
+                if took < allowed:
+                    found, allowed = (placement, took), took * (1 - ROUNDING)
+                if took <= free:
+                    return found
+        return found
+
+    def seconds(self, placement: Placement, allowed: float = inf) -> float:
+        """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
+        actions: list[Actions] = [{} for _ in self._pipeline.compiled]
+        actions[self.rank] = placement.actions()
+        return max(run.compute for run in self._pipeline.run(actions, allowed=allowed))
+
+    def leanest(self, parts: Sequence[list[int]] | None = None) -> int:
+        """Return a bound of the smallest peak with some parts, or with all."""
+        chosen = chain.from_iterable(self.parts if parts is None else parts)
+        return max(self.needs_with({k: self.spots.all[k].saved + 1 for k in chosen}), default=0)
 
     def needs_with(self, releases: Mapping[int, int]) -> list[int]:
         """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be."""
@@ -125,7 +185,7 @@ class Profile:
 
     # Where to release and reload chunks
 
-    def place(self, chosen: Iterable[int], limit: float = inf, max_inflight: int | None = None) -> Placement:
+    def place(self, chosen: Iterable[int], limit: float = inf) -> Placement:
         """Return the placement of some spots.
 
         A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would
@@ -135,7 +195,7 @@ class Profile:
         """
         order = sorted(chosen)
         latest = self._latest_reloads(order)
-        releases = self._releases(order, latest, limit, max_inflight)
+        releases = self._releases(order, latest, limit)
         if limit < inf:
             self._force(releases, limit)
         return self._finish(releases, latest, limit)
@@ -145,15 +205,14 @@ class Profile:
         when, spots, latest, free = self.when, self.spots.all, dict[int, int](), inf
         for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
             late = MARGIN * self.times[k].back
-            free = min(when[use] - self.ahead[k] - late, free - self.times[k].back - late)
+            free = min(when[use] - self._ahead[k] - late, free - self.times[k].back - late)
             latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
 
-    def _releases(
-        self, chosen: Sequence[int], latest: Mapping[int, int], limit: float, max_inflight: int | None
-    ) -> dict[int, int]:
+    def _releases(self, chosen: Sequence[int], latest: Mapping[int, int], limit: float) -> dict[int, int]:
         """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
-        when, found, ends, queue = self.when, dict[int, int](), list[float](), 0.0
+        max_inflight, when = self._knobs.max_inflight, self.when
+        found, ends, queue = dict[int, int](), list[float](), 0.0
         for k in chosen:
             spot, times, start = self.spots.all[k], self.times[k], when[self.spots.all[k].saved]
             if max_inflight is not None:

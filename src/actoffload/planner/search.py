@@ -8,120 +8,30 @@ first on.  At last single groups are changed as long as that makes the step shor
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..schedule.costs import Link, StageCost, StageTimes
-from ..schedule.pipeline import Actions, Computation, Step
+from ..schedule.pipeline import Computation, Step
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
-from .placement import Placement, Profile, Spots
-from .variants import StageVariants, Upgrade, Ways, by_stage, upgrades
+from .placement import ROUNDING, Knobs, Placement, Profile, Spots
+from .variants import Variant
 
-ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-FEW, MANY = 3, 100  # numbers of parts that are tried for a limit, from the fewest that fit; one alone of many parts
+StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
+"""For some stages the ways to run each group: the first without recomputation."""
+
+Ways: TypeAlias = Mapping[tuple[int, int], int]
+"""By stage and group the position of the way that is taken; others are run without recomputation."""
+
 EXTENTS, FINEST = 6, 32  # extents of recomputation that are tried at first, and into which all are divided at last
 LEAST, MOST, WORK = 28, 100, 3500  # choices of ways that are tried: for many moments, for few, and times the moments
 
 Rank: TypeAlias = tuple[bool, float, float]
 """Where the limit is kept: False, the time, and that of recomputation; otherwise True, the peak, and the time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """What may be offloaded; None for no limit."""
-
-    fraction: float | None = None  # of the bytes of each microbatch
-    delta_bytes: int | None = None  # fewer of each microbatch on each rank than on the one before
-    max_inflight: int | None = None  # groups that may be copied to the host at a time
-    host_limit: int | None = None  # bytes of host memory on each rank
-    whole: bool = False  # every group is run in the last of its ways
-
-    @property
-    def given(self) -> bool:
-        """Whether they say how much is offloaded."""
-        return self.fraction is not None or self.delta_bytes is not None
-
-
-@dataclass
-class Choices:
-    """The placements of one rank."""
-
-    profile: Profile
-    rank: int  # its number
-    knobs: Knobs
-    pipeline: Pipeline  # of all ranks
-
-    def __post_init__(self) -> None:
-        profile, knobs = self.profile, self.knobs
-        idle = [(seconds, members, profile.times[members[0]].nbytes) for seconds, members in profile.idle()]
-        room = sum(nbytes for *_, nbytes in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
-        room -= self.rank * (knobs.delta_bytes or 0)
-        host = inf if knobs.host_limit is None else knobs.host_limit
-        possible, free = list[list[int]](), list[list[int]]()
-        for seconds, members, nbytes in idle:
-            if nbytes <= room and nbytes * len(members) <= host:
-                room, host = room - nbytes, host - nbytes * len(members)
-                possible.append(members)
-                free += [members] if seconds > 0 else []
-        self.parts, self._free = profile.parts(possible), free
-
-    def _place(self, parts: Iterable[Iterable[int]], limit: float = inf) -> Placement:
-        """Return the placement of some parts."""
-        return self.profile.place(list(chain.from_iterable(parts)), limit, self.knobs.max_inflight)
-
-    @cached_property
-    def free(self) -> Placement:
-        """The placement of all for which there is time."""
-        return self._place(self._free)
-
-    @property
-    def nothing(self) -> Placement:
-        """The placement that offloads nothing."""
-        return Placement(self.profile, list(self.profile.needs))
-
-    def leanest(self, parts: Sequence[list[int]] | None = None) -> int:
-        """Return a bound of the smallest peak with some parts, or with all."""
-        return self.profile.leanest(chain.from_iterable(self.parts if parts is None else parts))
-
-    def within(self, limit: float, free: float, allowed: float = inf) -> tuple[Placement, float] | None:
-        """Return the placement within a limit that takes the least time, and that time; None if there is none.
-
-        Of those that take at most `free` seconds it is the one of the fewest parts.
-        """
-        if self.profile.peak_bytes <= limit:
-            return self.nothing, self.seconds(self.nothing)
-        found = None
-        largest = sorted(self.parts, key=lambda part: -self.profile.times[part[0]].nbytes)
-        for order in (self.parts,) if largest == self.parts else (self.parts, largest):
-            numbers = range(1, len(order) + 1)
-            least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
-            for number in numbers[least : least + (FEW if len(order) < MANY else 1)]:
-                placement = self._place(order[:number], limit)
-                if placement.peak_bytes > limit:
-                    continue
-                took = self.seconds(placement, allowed)
-                if took < allowed:
-                    found, allowed = (placement, took), took * (1 - ROUNDING)
-                if took <= free:
-                    return found
-        return found
-
-    def seconds(self, placement: Placement, allowed: float = inf) -> float:
-        """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
-        actions: list[Actions] = [{} for _ in self.pipeline.compiled]
-        actions[self.rank] = placement.actions()
-        return max(run.compute for run in self.pipeline.run(actions, allowed=allowed))
-
-    def smallest(self) -> Placement:
-        """Return the placement with the smallest peak that can be had at any cost."""
-        return self._place(self.parts, 0)
 
 
 Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]
@@ -150,37 +60,40 @@ class Ranks:
         splits = {stage: cost.split for stage, cost in enumerate(stages)}
         self._spots = [Spots.of(order, counts, splits) for order in orders]
         self._times: dict[tuple[int, ...], StageTimes] = {}
-        self._known: dict[Key, tuple[list[StageTimes], float, list[Choices]]] = {}
+        self._known: dict[Key, tuple[list[StageTimes], float, list[Profile]]] = {}
         self.use({})
-        self.baseline_seconds, self.baseline_peaks = self.seconds, [each.profile.peak_bytes for each in self.choices]
+        self.baseline_seconds, self.baseline_peaks = self.seconds, [each.peak_bytes for each in self.profiles]
         self.reset()
 
     def use(self, ways: Ways) -> None:
         """Run groups in some ways from now on; how the ranks run so without offloading is found out once."""
         self.ways, key, pipeline = ways, tuple(sorted(ways.items())), self.pipeline
         if key not in self._known:
-            mine = by_stage(ways)
-            pipeline.times = [self._stage_times(stage, mine.get(stage, {})) for stage in range(len(self.plain))]
+            pipeline.times = [self._stage_times(stage) for stage in range(len(self.plain))]
             runs = pipeline.run([{}] * len(self.orders), note=True)
-            choices = [
-                Choices(Profile.of(spots, run, pipeline.times), rank, self.knobs, pipeline)
+            profiles = [
+                Profile(spots, run, rank, self.knobs, pipeline)
                 for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
             ]
-            self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), choices
-        pipeline.times, self.seconds, self.choices = self._known[key]
+            self._known[key] = pipeline.times, max((run.compute for run in runs), default=0.0), profiles
+        pipeline.times, self.seconds, self.profiles = self._known[key]
+
+    def taken(self, stage: int) -> list[Variant]:
+        """Return the ways that the groups of a stage are run in; empty if it has no others."""
+        return [group[self.ways.get((stage, k), 0)] for k, group in enumerate(self.variants.get(stage, ()))]
 
     def reset(self) -> None:
         """Run no group with recomputation, or every one in its last way."""
         ways = {(stage, k): len(ways) - 1 for stage, groups in self.variants.items() for k, ways in enumerate(groups)}
         self.use({pair: way for pair, way in ways.items() if way} if self.knobs.whole else {})
 
-    def _stage_times(self, stage: int, ways: Mapping[int, int]) -> StageTimes:
-        """Return the times of a stage with groups in some ways; worked out once for stages that are equal."""
-        plain, variants = self.plain[stage], self.variants.get(stage, ())
-        key = id(plain), *(id(variants[group][way].cost) for group, way in ways.items())
+    def _stage_times(self, stage: int) -> StageTimes:
+        """Return the times of a stage; worked out once for stages that are equal."""
+        cost, taken = self.plain[stage], self.taken(stage)
+        key = id(cost), *(id(way.cost) for way in taken)
         if key not in self._times:
-            groups = [variants[k][ways[k]].cost if k in ways else group for k, group in enumerate(plain.groups)]
-            self._times[key] = self.pipeline.stage_times(replace(plain, groups=tuple(groups)))
+            costs = tuple(way.cost for way in taken) or cost.groups
+            self._times[key] = self.pipeline.stage_times(replace(cost, groups=costs))
         return self._times[key]
 
     def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:
@@ -199,10 +112,18 @@ class Ranks:
         stages = {step.stage for step in self.orders[rank]}
         if not any(stage in stages for stage, _ in self.ways):
             most = self.seconds * (1 + free)
-            found = self.choices[rank].within(limit, most)
+            found = self.profiles[rank].within(limit, most)
             if found is not None and found[1] <= most:
                 return
         self.use(_Greedy(self, rank, limit, free).best())
+
+
+class _Step(NamedTuple):
+    """From one way of a group to one that saves less."""
+
+    price: float  # seconds for each byte
+    pair: tuple[int, int]  # stage and group
+    way: int
 
 
 class _Greedy:
@@ -220,7 +141,7 @@ class _Greedy:
         self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
         plain = [(ranks.plain[stage].groups, number) for stage, number in sorted(self._number.items())]
         self._compute = sum(number * sum(cost.forward + cost.backward for cost in groups) for groups, number in plain)
-        self._tries = min(max(WORK // max(len(ranks.choices[rank].profile.needs), 1), LEAST), MOST)
+        self._tries = min(max(WORK // max(len(ranks.profiles[rank].needs), 1), LEAST), MOST)
         self._known: dict[Key, Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf, 0.0), {}
 
@@ -229,8 +150,8 @@ class _Greedy:
         self._rank({pair: way for pair, way in self._others.items() if pair in self._saved})
         self._rank({})
         self._rank({pair: len(each) - 1 for pair, each in self._saved.items() if len(each) > 1})
-        place = self._search(upgrades(self._pairs[::-1], self._saved, self._seconds))
-        self._search(upgrades(self._pairs, self._saved, self._seconds), place)
+        place = self._search(self._steps(self._pairs[::-1]))
+        self._search(self._steps(self._pairs), place)
         self._improve()
         return {**self._others, **self._best[1]}
 
@@ -252,20 +173,43 @@ class _Greedy:
             rank: Rank = False, ranks.seconds, more
         else:
             allowed = longest * (1 + ROUNDING)
-            most = ranks.seconds * (1 + self._free)
-            found = ranks.choices[self._which].within(self._limit, most, allowed)
+            most, profile = ranks.seconds * (1 + self._free), ranks.profiles[self._which]
+            found = profile.within(self._limit, most, allowed)
             if found is not None:
                 rank = False, round(found[1], 12), more
             elif exceeds:  # no ways are known that keep the limit
-                smallest = ranks.choices[self._which].smallest()
-                rank = True, float(smallest.peak_bytes), ranks.choices[self._which].seconds(smallest)
+                smallest = profile.smallest()
+                rank = True, float(smallest.peak_bytes), profile.seconds(smallest)
             else:
                 rank = True, inf, more
         self._known[key] = rank
         self._best = min(self._best, (rank, ways), key=lambda each: each[0])
         return rank
 
-    def _search(self, steps: Sequence[Upgrade], place: int | None = None) -> int:
+    def _steps(self, pairs: Sequence[tuple[int, int]]) -> list[_Step]:
+        """Return steps from no recomputation of some groups to the most, the cheapest bytes first.
+
+        Of groups that cost the same the one comes first that does in `pairs`.
+        """
+        steps: list[_Step] = []
+        for pair in pairs:
+            nbytes, seconds = self._saved[pair], self._seconds[pair]
+            found: list[_Step] = []  # each further byte costs more than those before it
+            for way in range(1, len(nbytes)):
+                while True:
+                    before = found[-1].way if found else 0
+                    less = nbytes[before] - nbytes[way]
+                    if less <= 0:
+                        break
+                    price = (seconds[way] - seconds[before]) / less
+                    if not found or price >= found[-1].price:
+                        found.append(_Step(price, pair, way))
+                        break
+                    found.pop()
+            steps += found
+        return sorted(steps, key=lambda step: step.price)
+
+    def _search(self, steps: Sequence[_Step], place: int | None = None) -> int:
         """Return the best extent of a sequence, near a place if one is given."""
 
         def rank(number: int) -> Rank:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import LayerCost, Saved
 
@@ -238,56 +237,3 @@ def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
             before = number
     if sizes:
         yield 0
-
-
-# The stages of a pipeline
-
-StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
-"""For some stages the ways to run each group, as `variants` returns them: the first without recomputation."""
-
-Ways: TypeAlias = Mapping[tuple[int, int], int]
-"""By stage and group the position of the way that is taken; others are run without recomputation."""
-
-
-class Upgrade(NamedTuple):
-    """From one way of a group to one that saves less."""
-
-    price: float  # seconds for each byte
-    pair: tuple[int, int]  # stage and group
-    way: int
-
-
-def upgrades(
-    pairs: Sequence[tuple[int, int]],
-    nbytes: Mapping[tuple[int, int], Sequence[int]],
-    seconds: Mapping[tuple[int, int], Sequence[float]],
-) -> list[Upgrade]:
-    """Return steps from no recomputation of some groups to the most, the cheapest bytes first.
-
-    Given are what each group saves and how long it computes, in each of its ways.  Of groups that cost the same the one
-    comes first that does in `pairs`.
-    """
-    steps: list[Upgrade] = []
-    for pair in pairs:
-        found: list[Upgrade] = []  # each further byte costs more than those before it
-        for way in range(1, len(nbytes[pair])):
-            while True:
-                before = found[-1].way if found else 0
-                less = nbytes[pair][before] - nbytes[pair][way]
-                if less <= 0:
-                    break
-                price = (seconds[pair][way] - seconds[pair][before]) / less
-                if not found or price >= found[-1].price:
-                    found.append(Upgrade(price, pair, way))
-                    break
-                found.pop()
-        steps += found
-    return sorted(steps, key=lambda step: step.price)
-
-
-def by_stage(ways: Ways) -> dict[int, dict[int, int]]:
-    """Return ways by stage, and of each stage by group, in order."""
-    found: dict[int, dict[int, int]] = {}
-    for (stage, group), way in sorted(ways.items()):
-        found.setdefault(stage, {})[group] = way
-    return found
