@@ -14,7 +14,7 @@ from planning import choose_plain
 from actoffload.planner import OperatorCost, Variant, choose, frontier, replay_ways
 from actoffload.planner.variants import correct_times
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
-from actoffload.schedule.execution_order import remap
+from actoffload.schedule.schedules import remap
 
 GIB = 2**30
 

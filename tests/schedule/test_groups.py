@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
-from actoffload.schedule.execution_order import ExecutionOrder, GroupPlans
 from actoffload.schedule.plan import Do, Event, When
-from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
+from actoffload.schedule.schedules import DefaultSchedule, ExecutionOrder, GroupPlans, GroupSchedule
 from actoffload.schedule.simulate import simulate
 
 sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)

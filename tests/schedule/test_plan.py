@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from plan_calls import copied
 
 from actoffload._text import written
-from actoffload.schedule.execution_order import remap
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
-from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule, remap
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
 BACKWARD_START, BACKWARD_END = When.BACKWARD_START, When.BACKWARD_END

@@ -11,8 +11,8 @@ import torch
 
 from .._warnings import warn
 from ..device.base import Backend
-from ..schedule.execution_order import Roles
 from ..schedule.plan import Plan
+from ..schedule.schedules import Roles
 from . import eligibility
 from .eligibility import Limit
 from .statistics import Counters, Statistics, TimelineRecorder

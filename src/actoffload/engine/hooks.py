@@ -31,7 +31,7 @@ from .._torch.subclasses import (
 from .._torch.tensors import address, base_of, next_node, saved_as_input, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import StreamPosition
-from ..schedule.execution_order import OUTSIDE, Roles
+from ..schedule.schedules import OUTSIDE, Roles
 from .eligibility import finals, mark_kept, stays, take_final
 from .engine import Engine
 from .layer import Kept, Layer, keep, queue_copies

@@ -25,8 +25,8 @@ from .._torch.modules import NOT_COMPILED, opaque
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import NO_BACKWARD, address, after_backward, backward_id, stands_for_another
 from ..device.base import Backend
-from ..schedule.execution_order import OUTSIDE, ExecutionOrder, Key, Roles
 from ..schedule.plan import Do, When
+from ..schedule.schedules import OUTSIDE, ExecutionOrder, Key, Roles
 from ..schedule.timeline import Kind
 from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine

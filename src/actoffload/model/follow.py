@@ -40,8 +40,7 @@ from torch.nn import Module
 from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, is_compiled, opaque
 from ..engine.engine import Engine
 from ..report.build import PassLog
-from ..schedule.execution_order import GroupPlans
-from ..schedule.schedules import GroupSchedule
+from ..schedule.schedules import GroupPlans, GroupSchedule
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from ..engine.passes import ModelPass
 from ..replay.policy import Policy
-from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan
+from ..schedule.schedules import Roles, remap
 from .follow import ModelState
 from .replays import OperatorTimes
 

@@ -28,7 +28,7 @@ from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay.tracer import remove_tracers
-from ..schedule.execution_order import ExecutionOrder
+from ..schedule.schedules import ExecutionOrder
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Replays, RunningCall
 from .reporting import TITLE, coverage_warning, what_holds_memory

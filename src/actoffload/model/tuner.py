@@ -23,8 +23,8 @@ from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay.policy import Policy
 from ..schedule.costs import LayerCost
-from ..schedule.execution_order import Roles, remap
 from ..schedule.plan import Plan
+from ..schedule.schedules import Roles, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room

@@ -20,9 +20,8 @@ from ..model.replays import OperatorTimes
 from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import Mode, PassSettings, Steering
 from ..replay.policy import Policy
-from ..schedule.execution_order import Roles, leanest_calls
 from ..schedule.plan import Action, Do, Event, Plan, When
-from ..schedule.schedules import GroupSchedule
+from ..schedule.schedules import GroupSchedule, Roles, leanest_calls
 from ..tune.exchange import ranks_of
 from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor

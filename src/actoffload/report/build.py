@@ -19,7 +19,7 @@ from ..engine.layer import Layer, Phase
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..engine.storage import Residency
-from ..schedule.execution_order import OUTSIDE
+from ..schedule.schedules import OUTSIDE
 from ..schedule.timeline import Kind, Timeline
 from .advice import advise
 from .holders import HeldStorage, Holder, find_all_holders

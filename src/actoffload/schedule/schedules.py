@@ -1,13 +1,19 @@
-"""Schedules as data: the default, and by groups of a model."""
+"""Schedules as data, the order in which the groups of a model run, and the plans for it that the engine reads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 from .._arguments import check_fraction, check_whole
 from .plan import Action, Do, Event, Plan, When
+
+Key = TypeVar("Key")
+RESIDENT = 2
+"""Groups at the end that are kept by default: copies then overlap with the compute of another group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,6 @@ class DefaultSchedule:
     def plan(self) -> Plan:
         """Return the schedule as data."""
         return GroupSchedule(self.num_layers).plan(["layer"] * self.model_layers)
-
-
-RESIDENT = 2
-"""Groups at the end that are kept by default: copies then overlap with the compute of another group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +144,215 @@ class GroupSchedule:
                 (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
             ]
         return Plan.of(len(kinds), calls)
+
+
+# The order of the groups
+
+
+class ExecutionOrder(Generic[Key]):
+    """The order of the groups in one pass: as in an earlier pass, and corrected as groups run.
+
+    A group that is skipped is removed.  A group that runs out of order, because it is called a second time or was
+    skipped before, is inserted.
+
+    >>> from actoffload.schedule.schedules import ExecutionOrder
+    >>> order = ExecutionOrder("abcd")
+    >>> order.start("a"), order.start("c")
+    (True, False)
+    >>> order.sequence
+    ('a', 'c', 'd')
+    """
+
+    def __init__(self, earlier: Sequence[Key]) -> None:
+        self._earlier = earlier
+        self._next = 0
+        self.started: list[Key] = []
+
+    def start(self, key: Key) -> bool:
+        """Note that a group starts; return whether it is the next one in the order."""
+        self.started.append(key)
+        earlier, k = self._earlier, self._next
+        if k < len(earlier) and earlier[k] == key:
+            self._next += 1
+            return True
+        while k < len(earlier) and earlier[k] != key:
+            k += 1
+        if k < len(earlier):  # [guard: skipped groups]
+            self._next = k + 1
+        return False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last group of the order has started."""
+        return self._next >= len(self._earlier)  # [guard: complete execution order -> False]
+
+    @property
+    def sequence(self) -> tuple[Key, ...]:
+        """The groups that have started, and those that follow in the order."""
+        return (*self.started, *self._earlier[self._next :])
+
+
+class GroupPlans:
+    """The plans of a schedule for sequences of groups, given the kind of each chosen module."""
+
+    def __init__(self, schedule: GroupSchedule, kinds: Sequence[str]) -> None:
+        self.schedule = schedule
+        self._kinds = tuple(kinds)
+        # Of the latest pass; before the first one, the order in which modules are registered.
+        self.order: tuple[int, ...] = tuple(range(len(kinds)))
+
+    def kinds(self, sequence: Sequence[int]) -> list[str]:
+        """Return the kinds of the groups of a sequence."""
+        return [self._kinds[group] for group in sequence]
+
+    def roles(self, sequence: tuple[int, ...]) -> Roles:
+        """Return the roles of the layers in the plan for a sequence."""
+        return _roles(self.schedule, tuple(self.kinds(sequence)))
+
+    def learn(self, sequence: Sequence[int]) -> None:
+        """Set the execution order of the latest pass."""
+        if sequence:
+            self.order = tuple(sequence)  # [guard: learned execution order]
+
+
+@lru_cache(maxsize=64)  # a model's order may change all the time
+def _roles(schedule: GroupSchedule, kinds: tuple[str, ...]) -> Roles:
+    return Roles.of(schedule.plan(kinds), planned=True)
+
+
+# Roles
+
+
+OUTSIDE = 1 << 30
+"""Index of the layer of what is saved in no layer; larger than every other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """A plan, and what the engine reads from it for every saved tensor."""
+
+    plan: Plan
+    stay: frozenset[int]  # layers that are not offloaded
+    last_leaving: int  # the last layer that may be offloaded; -1 if there is none
+    reached: frozenset[int]  # layers at whose start in backward something has to be done
+    planned: bool  # transfers follow the plan; otherwise the program calls for each
+    actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
+    freed_later: frozenset[int] = frozenset()  # offloaded layers that are still on the device when backward begins
+
+    @staticmethod
+    def of(plan: Plan, *, planned: bool | None = None) -> Roles:
+        """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
+        offloaded = frozenset(plan.offloaded)
+        backward = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
+        forward = {action for event in plan.steps.keys() - set(backward) for action in plan.steps[event]}
+        freed = {k for k in offloaded if Action(Do.RELEASE, k) in forward and Action(Do.RELOAD, k) not in forward}
+        before = {event.layer - 1 for event in backward if event.when is When.BACKWARD_END}  # it ends above them
+        return Roles(
+            plan,
+            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - offloaded,
+            last_leaving=max(offloaded, default=-1 if planned else OUTSIDE - 1),
+            reached=offloaded.union((event.layer for event in backward), before),
+            planned=any(plan.steps.values()) if planned is None else planned,
+            actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
+            freed_later=offloaded - freed,
+        )
+
+    @staticmethod
+    def keep_all(layers: int) -> Roles:
+        """Return the roles in a plan that offloads nothing."""
+        return Roles.of(Plan(max(layers, 1)), planned=True)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def leanest(layers: int) -> Roles:
+        """Return the roles in the plan with the smallest peak: each layer leaves as soon as its forward has ended.
+
+        It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
+        """
+        calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
+        return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
+
+
+# Another sequence of groups
+
+
+def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
+    """Return the events and actions with which a layer takes the least memory: see `Roles.leanest`."""
+    return (
+        (Event(When.FORWARD_START, layer), Action(Do.OFFLOAD, layer)),
+        (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
+        (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
+    )
+
+
+def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> Plan:
+    """Return a plan for another sequence of groups; its costs are not known.
+
+    Each action is done at the same event of the same group, or at the next event in time if that group does not run.
+    Groups that the plan does not know are kept, or, with `offload_others`, offloaded as in the plan with the smallest
+    peak; so is the one that was the last, if others follow it now.  The last group is kept: there is no time for it.
+    """
+    if tuple(names) == plan.names:
+        return plan
+    # The earlier position of each group, None for new ones.
+    places = {_nth(plan.names, k): k for k in range(plan.model_layers)}
+    earlier = tuple(places.get(_nth(names, k)) for k in range(len(names)))
+    now = {k: position for position, k in enumerate(earlier) if k is not None}
+    events = list(Plan(len(names)).events())
+    order = {event: k for k, event in enumerate(events)}
+    # For each earlier event, the place of itself or of the next one in time whose group still runs.
+    target: dict[Event, int] = {}
+    place = len(events)
+    for event in reversed(list(plan.events())):
+        if event.layer in now:
+            place = order[Event(event.when, now[event.layer])]
+        target[event] = place
+    found: dict[int, list[tuple[int, int, Action]]] = {}
+    acts = ((event, act) for event in plan.events() for act in plan.at(event.when, event.layer))
+    for rank, (event, act) in enumerate(acts):
+        if act.layer in now:
+            found.setdefault(now[act.layer], []).append((target[event], rank, Action(act.do, now[act.layer])))
+    calls = [call for layer, mine in found.items() if layer < len(names) - 1 for call in _valid(layer, mine, order)]
+    if offload_others:
+        new = [k for k, before in enumerate(earlier[:-1]) if before in (None, plan.model_layers - 1) and k not in found]
+        # [guard: groups that a plan does not know]
+        calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
+    calls.sort(key=lambda call: call[:2])
+
+    def moved(entries: Sequence[Any], unknown: Any) -> tuple[Any, ...]:
+        return tuple(unknown if k is None else entries[k] for k in earlier) if entries else ()
+
+    return Plan.of(
+        len(names),
+        ((events[place], action) for place, _, action in calls),
+        names=tuple(names),
+        because=plan.because,
+        holds=plan.holds,
+        nbytes=moved(plan.nbytes, 0),
+        recomputed_nbytes=moved(plan.recomputed_nbytes, 0),
+        saves=moved(plan.saves, None),
+    )
+
+
+def _nth(names: Sequence[str], position: int) -> tuple[str, int]:
+    """Return a name and how many times it comes before a position."""
+    return names[position], names[:position].count(names[position])
+
+
+def _valid(
+    layer: int, actions: Iterable[tuple[int, int, Action]], order: dict[Event, int]
+) -> list[tuple[int, int, Action]]:
+    """Return the actions of a layer, each moved behind those before it; none if they do not fit before its backward."""
+    begins = order[Event(When.BACKWARD_START, layer)]
+    earliest = order[Event(When.FORWARD_START, layer)]
+    valid: list[tuple[int, int, Action]] = []
+    for place, rank, action in actions:
+        if action.do is Do.RELEASE:
+            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
+        earliest = max(earliest, place)  # [guard: moved action]
+        if action.do is Do.RELOAD:
+            earliest = min(earliest, begins)  # [guard: moved reload]
+        if earliest > begins or (earliest == begins and action.do is Do.RELEASE):
+            return []
+        valid.append((earliest, rank, action))
+    return valid
