@@ -337,7 +337,7 @@ def test_the_random_state_of_the_program_stays():
         np.random.seed(0)
         found: list[Any] = []
         for k in range(5):
-            Drawing.torch = k % 2 == 0
+            Drawing.torch = k % 2 == 1
             loss = model(batch(k)).sum()
             found += [torch.rand(3), torch.from_numpy(np.random.rand(3))]
             loss.backward()

@@ -151,12 +151,9 @@ def key_of(given: Any, twins: Mapping[int, int]) -> Any:
 
 def states_of_python(modules: Iterable[Module]) -> list[Any]:
     """Return the states of the generators of Python and NumPy: the global ones, and those that are in modules."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (random.Random,)
-    states: list[Any] = [random.getstate()]
-    if numpy is not None:
-        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
-        states.append(numpy.random.get_state())
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
+    states = [random.getstate(), None if numpy is None else numpy.get_state()]
     states += [each for module in modules for each in vars(module).values() if type(each) in kinds]
     return list(map(pickle.dumps, states))
 

@@ -377,6 +377,7 @@ class Tracer(_Base):  # type: ignore[misc]
         name = f"{call}#{next(self._counts[function])}"
         reads: list[int] = []
         places = tuple([self._with_places(each, reads) for each in args])
+        before = states_of_python(self._modules)
         running = self._function = _RunningFunction(len(self.values))
         try:
             outputs = apply(function, *args, **kwargs)
@@ -395,6 +396,7 @@ class Tracer(_Base):  # type: ignore[misc]
             plain
             and new  # functions that return an input, which they may change
             and running.pure
+            and before == states_of_python(self._modules)  # functions that draw from Python or NumPy
             and UNKNOWN not in reads
             and not kwargs
             and all(map(self._lasts, args))
