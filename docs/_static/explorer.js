@@ -276,7 +276,7 @@ const Explorer = (() => {
     const all = settings.layers * settings.bytes, stall = result.forwardStall + result.backwardStall;
     const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / MIB).toFixed(1)} MiB`);
     const rows = {
-      "step time": `${ms(result.step)}, ${(result.step / result.baseline).toFixed(3)} x`,
+      "step time": `${ms(result.step)}, ${(result.step / result.baseline).toFixed(3)} x no offload`,
       "peak of activations": `${size(result.peak)} of ${size(all)}`,
       "stalls, forward + backward": `${ms(result.forwardStall)} + ${ms(result.backwardStall)}`,
       "all layers checkpointed": `${(checkpointed.step / result.baseline).toFixed(3)} x, ${size(checkpointed.peak)}`,
