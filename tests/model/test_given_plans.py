@@ -41,8 +41,10 @@ def test_groups_that_are_containers_are_not_opened(tmp_path):
     model = blocks()
     plan = plan_of(model)
     assert plan.names == tuple("012345")
-    plan.save(tmp_path / "plan.json")
-    assert bytes_offloaded(model, plan=tmp_path / "plan.json") == bytes_offloaded(model) > 0
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    for given in (path, str(path), Plan.load(path)):
+        assert bytes_offloaded(model, plan=given) == bytes_offloaded(model) > 0
     with actoffload.offload(model, plan=plan) as handle:
         assert (handle.groups, handle.plan) == (plan.names, plan)
 

@@ -141,28 +141,8 @@ class Frozen(nn.Module):
         return torch.tanh(functional.linear(x * self.scale, self.weight.a))
 
 
-class Returned(nn.Linear):
-    """A block that returns a parameter beside its output."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(super().forward(x)), self.weight
-
-
-class Tied(Waves):
-    """A model whose blocks return parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, _ = block(x)
-        return x
-
-
 def plain() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)])
-
-
-def tied() -> nn.Module:
-    return Tied(3, lambda: Returned(16, 16))
 
 
 def frozen() -> nn.Module:
@@ -177,7 +157,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 # Wrappers are swapped in any case.
-@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (tied, True), (frozen, False)])
+@pytest.mark.parametrize(("make_model", "always"), [(plain, True), (frozen, False)])
 @pytest.mark.parametrize("removed", [False, True])
 def test_a_model_is_converted_by_swapping_its_weights(make_model, always, removed, monkeypatch):
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", always)

@@ -6,7 +6,6 @@ from collections import Counter, OrderedDict
 import pytest
 import torch
 from structures import (
-    PARTS,
     PLAIN,
     STAGES,
     Attention,
@@ -309,7 +308,6 @@ def found(model: nn.Module) -> dict[str, int]:
 
 ALL = {
     **PLAIN,
-    **PARTS,
     **STAGES,
     "the transformer of PyTorch": (
         nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True),

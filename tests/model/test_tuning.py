@@ -10,7 +10,6 @@ from whole_model import measured, nothing_installed
 
 import actoffload
 from actoffload.engine.host_pool import GRANULE
-from actoffload.schedule.plan import Plan
 from actoffload.tune.exchange import WINDOW
 
 MIB = 2**20
@@ -177,30 +176,6 @@ def test_what_ends_measuring(passes):
 
 
 # A saved plan
-
-
-@pytest.mark.parametrize("link", [1e5, 1e7])
-def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
-    device, model, handle = tight(link=link)
-    settle(model, handle)
-    handle.plan.save(tmp_path / "plan.json")
-
-    def one() -> tuple[int, int, float]:
-        handle.reset_statistics()
-        device.created.peak = 0
-        took = seconds(model, device)
-        return handle.statistics().bytes_offloaded, device.created.peak, pytest.approx(took)
-
-    want = one()
-    text = str(handle.plan)
-    handle.remove()
-    for plan in (tmp_path / "plan.json", str(tmp_path / "plan.json"), Plan.load(tmp_path / "plan.json")):
-        handle = offload(model, device, layers=None, plan=plan)
-        assert not handle.settling
-        step(model)  # in which groups are traced
-        assert [one() for _ in range(3)] == [want] * 3
-        assert str(handle.plan) == text
-        handle.remove()
 
 
 def test_a_saved_plan_of_groups_in_parts(tmp_path):

@@ -110,9 +110,6 @@ PLAIN = {
         Parts(layers=nn.ModuleList([nn.Identity(), nn.Identity(), *blocks(2)])),
         {"layers.*": 2},
     ),
-}
-
-PARTS = {
     "experts in the block itself": (Parts(layers=blocks(2, DirectMoeBlock)), {"layers.*": 2}),
 }
 
