@@ -1,16 +1,16 @@
 """What the tests of composition share: a model of blocks, and programs that run with and without offload."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import helpers
 import torch
 import torch.nn.functional as F
+import whole_model
 from helpers import no_gc, nothing_held
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole_model import equal, nothing_installed
+from whole_model import equal, gradients, nothing_installed
 
 import actoffload
 from actoffload.device import use
@@ -93,14 +93,6 @@ def batch(k: int = 0, rows: int = ROWS) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k)).to(helpers.PLACE)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Take the gradients, and clear them; of a distributed one this process's part."""
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    assert found
-    return [getattr(grad, "_local_tensor", grad) for grad in found]
-
-
 def copies(model: nn.Module) -> list[Tensor]:
     """Return the parameters as they are now."""
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -119,29 +111,9 @@ def stepping_in_backward(model: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(step)
 
 
-def train(
-    model: Callable[[Tensor], Tensor],
-    steps: int = STEPS,
-    owner: nn.Module | None = None,
-    data: Callable[[int], Tensor] = batch,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    start: int = 0,
-) -> list[Tensor]:
-    """Run some steps of a model, or of what runs the model `owner`; return outputs, gradients, and buffers in the end.
-
-    Each forward runs in a context that `around` returns.
-    """
-    owner = model if owner is None else owner
-    assert isinstance(owner, nn.Module)
-    found = []
-    for k in range(start, start + steps):
-        torch.manual_seed(k)
-        with around():
-            y = model(data(k))
-        y.float().square().sum().backward()
-        found += [y.detach(), *gradients(owner)]
-        del y
-    return [*found, *(buffer.clone() for buffer in owner.buffers())]
+def train(model: Callable[[Tensor], Tensor], steps: int = STEPS, **more: Any) -> list[Tensor]:
+    """Run some steps of a model; return outputs, gradients, and buffers in the end."""
+    return whole_model.train(model, steps=steps, **{"data": batch, **more})
 
 
 def training(make: Callable[[], nn.Module], loop: Callable[[Any], Sequence[Tensor]] = train, **options: Any) -> Program:

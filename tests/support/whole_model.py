@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -193,20 +193,38 @@ def bytes_of_a_step(model: nn.Module, **options: Any) -> tuple[int, int]:
     return statistics.bytes_offloaded, statistics.reloaded_on_demand
 
 
-def train(model: nn.Module, run: Run = call, steps: int = 3) -> list[Tensor]:
-    """Run some steps; return their outputs and gradients, and the buffers in the end."""
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Take the gradients, and clear them; of a distributed one this process's part."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    assert found or not list(model.parameters())
+    return [getattr(grad, "_local_tensor", grad) for grad in found]
+
+
+def train(
+    model: Any,
+    run: Run = call,
+    steps: int = 3,
+    *,
+    owner: nn.Module | None = None,
+    data: Callable[[int], Tensor] = data,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    start: int = 0,
+) -> list[Tensor]:
+    """Run some steps of a model, or of what runs the model `owner`; return outputs, gradients, and buffers in the end.
+
+    Each forward runs in a context that `around` returns.
+    """
+    owner = model if owner is None else owner
     found = []
-    for k in range(steps):
+    for k in range(start, start + steps):
         torch.manual_seed(k)
-        y = run(model, data(k))
-        y.square().sum().backward()
-        found.append(y.detach().clone())
+        with around():
+            y = run(model, data(k))
+        y.float().square().sum().backward()
+        found += [y.detach().clone(), *gradients(owner)]
         del y
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                found.append(parameter.grad)
-                parameter.grad = None
-    return [*found, *(buffer.clone() for buffer in model.buffers())]
+    return [*found, *(buffer.clone() for buffer in owner.buffers())]
 
 
 def equal(got: list[Tensor], want: list[Tensor]) -> None:
