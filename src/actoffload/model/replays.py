@@ -87,12 +87,9 @@ class RunningCall(NamedTuple):
 
 
 class Replays:
-    """What is known of the groups among the followed modules of a model.
+    """What is known of the groups among the followed modules of a model; values of less than `min_bytes` stay."""
 
-    `min_bytes` returns the size in bytes below which values stay.
-    """
-
-    def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: Callable[[], int]) -> None:
+    def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: int) -> None:
         self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
         self._kinds: defaultdict[int, list[_Kind]] = defaultdict(list)  # by group: of its calls, the latest one first
         self._alone: dict[int, bool] = {}
@@ -148,12 +145,12 @@ class Replays:
             if operators is None:
                 return partial(_run_again, None)
             sizes = operators.saved[group] = []
-            return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes()))
+            return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes))
         capturing = self._backend.capturing()
         program = kind.programs.get((policy, capturing))
         if program is None and kind.programs:
             proven = next(iter(kind.programs.values()))
-            program = Program(proven.trace, policy, self._min_bytes(), proven.banned, redraw=not capturing)
+            program = Program(proven.trace, policy, self._min_bytes, proven.banned, redraw=not capturing)
             kind.programs[policy, capturing] = program
         if capturing and program is None:  # proof while a graph is captured
             self.refused[followed.name] = CAPTURED
@@ -170,7 +167,7 @@ class Replays:
             self.refused[followed.name] = FUNCTIONAL
             return None
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
-        call = TracedCall(tracer, policy, self._min_bytes(), *common, timer=timer)
+        call = TracedCall(tracer, policy, self._min_bytes, *common, timer=timer)
         tracer.begin()
         return RunningCall(call, kind)
 

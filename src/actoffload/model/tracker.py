@@ -92,7 +92,7 @@ class Tracker:
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
         self._retired: Callable[[], None] | None = None  # called when no forward runs any more
-        self.replays = Replays(state.modules, state.engine.backend, lambda: state.engine.limit().nbytes)
+        self.replays = Replays(state.modules, state.engine.backend, state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
         self._latest: Callable[[], ModelPass[int] | None] = lambda: None  # a weak reference to the latest pass

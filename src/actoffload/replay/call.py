@@ -289,9 +289,8 @@ class TracedCall(Call):
 class _Latest(threading.local):
     """The call of which a part was filled last, in a backward that keeps its graph."""
 
-    def __init__(self) -> None:
-        self.backward = NO_BACKWARD
-        self.remake: Callable[[], Remake | None] = lambda: None
+    backward = NO_BACKWARD
+    remake: Callable[[], Remake | None] = staticmethod(lambda: None)
 
 
 _latest = _Latest()

@@ -21,7 +21,7 @@ _COSTLY = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-COSTLY = {getattr(_aten, name).default for name in _COSTLY.split() if hasattr(_aten, name)}
+COSTLY = frozenset(getattr(_aten, name).default for name in _COSTLY.split() if hasattr(_aten, name))
 """Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
 
 PolicyArgument: TypeAlias = Callable[..., Any] | Collection[Any]
@@ -76,7 +76,7 @@ def policy_for(recompute: Any) -> Policy:
     if recompute is True:
         return everything
     if isinstance(recompute, str) and recompute == "auto":
-        return Policy(operators=frozenset(COSTLY))
+        return Policy(operators=COSTLY)
     expected = (
         "expected 'auto', True, False, operators such as [torch.ops.aten.mm.default], or a function (ctx, op, *args, "
         "**kwargs)"
@@ -139,7 +139,7 @@ class Rules(NamedTuple):
     dropout: tuple[int, Any] | None = None  # place and default of the argument that says so
     writes: tuple[tuple[int, str], ...] = ()  # places and names of the arguments that it writes to
     scratch: tuple[int, ...] = ()  # places of running statistics that it writes, which its schema does not say
-    foreign: bool = True  # of another library, so that its tags may be missing
+    foreign: bool = False  # of another library, so that its tags may be missing
     communicates: bool = False  # a collective, or part of one
 
     def draws_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

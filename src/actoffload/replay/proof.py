@@ -32,7 +32,7 @@ from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .policy import rules_of
 from .program import ELEMENTS, INTEGERS, Program, Step, Where, copy_of, lines_of, on_value
-from .trace import FunctionCall, Node, RngPosition, gpu_generator, same
+from .trace import FunctionCall, Node, RngPosition, gpu_generator
 
 ROWS = 1024  # comparisons whose results are read together
 COMPARED = 1 << 26  # elements at a time
@@ -168,7 +168,7 @@ def _run(program: Program, step: Step, values: dict[int, Tensor], beginning: Rng
     """Run a step, and add what it makes to `values`, unless it draws random numbers or, as a function, writes."""
     operator = step.node.operator
     is_function = isinstance(operator, FunctionCall)
-    if not is_function and (operator is same or not rules_of(operator).foreign):
+    if not is_function and not rules_of(operator).foreign:
         program.run(step, values, beginning)
         return
     copies = {value: copy_of(values[value]) if is_function else values[value] for value in step.reads}
