@@ -63,7 +63,7 @@ def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> Plan:
 
 def model_ranks(costs: Sequence[LayerCost], link: Link) -> Ranks:
     """Return a model as the planner runs it."""
-    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs(), model=True)
+    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs())
 
 
 def leanest(costs: Sequence[LayerCost], link: Link) -> int:

@@ -220,8 +220,7 @@ class _Model(Ranks):
             model_stages([group[0].cost for group in groups]),
             {k: [each] for k, each in enumerate(groups)},
         )
-        how = {"host_seconds": host_seconds, "model": True}
-        super().__init__([model_order(len(groups))], stages, link, variants, knobs, **how)
+        super().__init__([model_order(len(groups))], stages, link, variants, knobs, host_seconds)
         self._names, self._host_seconds, self._holds = tuple(names), host_seconds, holds
 
     def best(self, limit: float) -> Plan:
@@ -353,7 +352,8 @@ def plan_pipeline(
             ranks.recompute(rank, budget, FREE)
     allowed = ranks.seconds * (1 + FREE)
     found = [_chosen(each, knobs, budget, allowed) for each, budget in zip(ranks.profiles, budgets, strict=True)]
-    runs, seconds = ranks.simulated([placement for placement, _ in found])
+    runs = ranks.pipeline.run([placement.actions() for placement, _ in found])
+    seconds = max((run.compute for run in runs), default=0.0)
     plans = []
     for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
         mine = sorted({step.stage for step in order})

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..schedule.costs import GroupTimes
-from ..schedule.pipeline import Actions, Call, Chunk, Computation, Moment, Step, Transfer, actions_at, calls_of, used_in
+from ..schedule.pipeline import Actions, Chunk, Computation, Moment, Step, Transfer, actions_of, used_in
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 
@@ -43,40 +43,37 @@ class Spot(NamedTuple):
     split: bool  # that of the inputs, and one of the weights comes later
 
 
-@dataclass(frozen=True)
 class Spots:
-    """The moments of a rank, and all chunks that can be offloaded, whatever its groups cost."""
+    """The moments of a rank, and all chunks that can be offloaded, whatever its groups cost.
 
-    moments: list[Moment]  # all, in order
-    runs: list[int]  # number of groups that are computed before
-    all: list[Spot]  # in order of saving
-    kinds: list[list[int]]  # positions in `all`, for each group of each stage
+    It is made with the number of groups of each stage, and whether it has a split.
+    """
 
-    @staticmethod
-    def of(order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> Spots:
-        """Return the moments of an order, given the number of groups of each stage, and whether it has splits."""
-        moments, runs, first = list[Moment](), list[int](), list[int]()
+    def __init__(self, order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> None:
+        self.moments = list[Moment]()  # all, in order
+        self.runs = list[int]()  # number of groups that are computed before
+        first = list[int]()
         for number, (stage, computation, _) in enumerate(order):
             count = counts[stage]
-            first.append(len(moments))
+            first.append(len(self.moments))
             whole = computation is Computation.BACKWARD_WEIGHT and splits[stage]
             positions = (0, count) if whole and count else range(count + 1)
-            moments += [Moment(number, position) for position in positions]
+            self.moments += [Moment(number, position) for position in positions]
             each = computation is not Computation.BACKWARD_INPUT or splits[stage]
-            before = runs[-1] if runs else 0
-            runs += [before + each * position for position in positions]
-        found = []
+            before = self.runs[-1] if self.runs else 0
+            self.runs += [before + each * position for position in positions]
+        self.all = list[Spot]()  # in order of saving
         for (stage, microbatch), (forward, input_, last) in used_in(order, splits).items():
             count = counts[stage]
             for group in range(count):
                 saved, use = first[forward] + group, first[input_] + count - 1 - group
-                if runs[saved + 1] < runs[use]:  # the backward of others comes first: what is used at once stays
-                    found.append(Spot(Chunk(stage, microbatch, group), saved, use, input_ != last))
-        found.sort(key=lambda spot: spot.saved)
+                if self.runs[saved + 1] < self.runs[use]:  # what is used at once stays
+                    self.all.append(Spot(Chunk(stage, microbatch, group), saved, use, input_ != last))
+        self.all.sort(key=lambda spot: spot.saved)
         kinds: dict[tuple[int, int], list[int]] = {}
-        for k, spot in enumerate(found):
+        for k, spot in enumerate(self.all):
             kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
-        return Spots(moments, runs, found, [kinds[key] for key in sorted(kinds)])
+        self.kinds = [kinds[key] for key in sorted(kinds)]  # positions in `all`, for each group of each stage
 
 
 class Profile:
@@ -296,10 +293,11 @@ class Placement:
 
     def actions(self) -> Actions:
         """Return what is done at each moment, as the plan with these `transfers` has it."""
-        moments, spots, calls = self.profile.spots.moments, self.profile.spots.all, list[Call]()
-        for k, (chunk, transfer) in zip(sorted(self.placed), self.transfers().items(), strict=True):
-            calls += calls_of(chunk, transfer, moments[spots[k].saved], moments[spots[k].use])
-        return actions_at(calls)
+        moments, spots = self.profile.spots.moments, self.profile.spots.all
+        return actions_of(
+            (chunk, transfer, moments[spots[k].saved], moments[spots[k].use])
+            for k, (chunk, transfer) in zip(sorted(self.placed), self.transfers().items(), strict=True)
+        )
 
     def add(self, nbytes: int, start: int, stop: int) -> None:
         """Count bytes from one moment to another."""

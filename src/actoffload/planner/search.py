@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import Link, StageCost, StageTimes
 from ..schedule.pipeline import Computation, Step
-from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
-from .placement import ROUNDING, Knobs, Placement, Profile, Spots
+from .placement import ROUNDING, Knobs, Profile, Spots
 from .variants import Variant
 
 StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
@@ -33,16 +32,12 @@ LEAST, MOST, WORK = 28, 100, 3500  # choices of ways that are tried: for many mo
 Rank: TypeAlias = tuple[bool, float, float]
 """Where the limit is kept: False, the time, and that of recomputation; otherwise True, the peak, and the time."""
 
-
 Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]
 """Ways, sorted."""
 
 
 class Ranks:
-    """The ranks of a pipeline, and their stages as they are run: at first without recomputation.
-
-    `how` has further arguments of `Pipeline`.
-    """
+    """The ranks of a pipeline, and their stages as they are run: at first without recomputation."""
 
     def __init__(
         self,
@@ -51,14 +46,14 @@ class Ranks:
         link: Link,
         variants: StageVariants,
         knobs: Knobs,
-        **how: Any,
+        host_seconds: float = 0.0,
     ) -> None:
         self.orders, self.plain = [tuple(order) for order in orders], tuple(stages)
         self.knobs, self.variants = knobs, variants
-        self.pipeline = Pipeline(orders, stages, link, **how)
+        self.pipeline = Pipeline(orders, stages, link, host_seconds=host_seconds)
         counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
         splits = {stage: cost.split for stage, cost in enumerate(stages)}
-        self._spots = [Spots.of(order, counts, splits) for order in orders]
+        self._spots = [Spots(order, counts, splits) for order in orders]
         self._times: dict[tuple[int, ...], StageTimes] = {}
         self._known: dict[Key, tuple[list[StageTimes], float, list[Profile]]] = {}
         self.use({})
@@ -95,11 +90,6 @@ class Ranks:
             costs = tuple(way.cost for way in taken) or cost.groups
             self._times[key] = self.pipeline.stage_times(replace(cost, groups=costs))
         return self._times[key]
-
-    def simulated(self, placements: Sequence[Placement]) -> tuple[Sequence[RankRun], float]:
-        """Return the runs of all ranks, and the time of the step."""
-        ranks = self.pipeline.run([placement.actions() for placement in placements])
-        return ranks, max((rank.compute for rank in ranks), default=0.0)
 
     def recompute(self, rank: int, limit: float, free: float) -> None:
         """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.

@@ -138,9 +138,6 @@ def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int
 
 # The plan of a rank
 
-KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
-Call = tuple[Moment, int, Moment, Chunk]
-"""Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
 Actions = dict[tuple[int, int], tuple[ChunkAction, ...]]
 """What is done at a `Moment`, in order."""
 
@@ -266,6 +263,10 @@ class PipelinePlan(AnyPlan):
             most = max(most, now)
         return most
 
+    def _saved(self, chunk: Chunk) -> Moment:
+        """Return the moment at which the forward of a chunk starts."""
+        return self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
+
     def first_use(self, chunk: Chunk) -> Moment:
         """Return the moment at which a backward first comes to a chunk."""
         return self.position(self.uses(chunk.stage, chunk.microbatch)[1], chunk.group)
@@ -274,7 +275,7 @@ class PipelinePlan(AnyPlan):
         """Return what is wrong with a transfer; empty if nothing is."""
         if (chunk.stage, chunk.microbatch) not in self._uses or not 0 <= chunk.group < len(self.names[chunk.stage]):
             return "this rank does not compute that"
-        if not self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group) < transfer.release:
+        if not self._saved(chunk) < transfer.release:
             return "frees it before its forward has ended"
         if not transfer.release <= transfer.reload <= self.first_use(chunk):
             return "reloads it before it is freed, or after it is used"
@@ -286,11 +287,9 @@ class PipelinePlan(AnyPlan):
     @cached_property
     def actions(self) -> Actions:
         """Actions by moment: releases, then reloads in the order in which they are used, then offloads."""
-        calls: list[Call] = []
-        for chunk, transfer in self.transfers.items():
-            saved = self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group)
-            calls += calls_of(chunk, transfer, saved, self.first_use(chunk))
-        return actions_at(calls)
+        return actions_of(
+            (chunk, transfer, self._saved(chunk), self.first_use(chunk)) for chunk, transfer in self.transfers.items()
+        )
 
     def __str__(self) -> str:
         rows, total = [], [0, 0]
@@ -311,16 +310,16 @@ class PipelinePlan(AnyPlan):
         return self._text(f"rank {self.rank}\n{table}", expected)
 
 
-def calls_of(chunk: Chunk, transfer: Transfer, saved: Moment, use: Moment) -> list[Call]:
-    """Return what is done with an offloaded chunk, of which the moments of saving and of the use are known."""
-    return [(saved, 2, use, chunk), (transfer.release, 0, use, chunk), (transfer.reload, 1, use, chunk)]
-
-
-def actions_at(calls: Iterable[Call]) -> Actions:
-    """Return actions by moment, in order."""
+def actions_of(transfers: Iterable[tuple[Chunk, Transfer, Moment, Moment]]) -> Actions:
+    """Return the actions of chunks by moment, in order; with each chunk, where it is saved and where it is used."""
+    calls = []
+    for chunk, transfer, saved, use in transfers:
+        moments = transfer.release, transfer.reload, saved  # in the order of what is done at one moment
+        calls += [(moment, kind, use, chunk) for kind, moment in enumerate(moments)]
     actions: Actions = {}
     for moment, kind, _, chunk in sorted(calls):
-        actions[moment] = (*actions.get(moment, ()), ChunkAction(KINDS[kind], chunk))
+        action = ChunkAction((Do.RELEASE, Do.RELOAD, Do.OFFLOAD)[kind], chunk)
+        actions[moment] = (*actions.get(moment, ()), action)
     return actions
 
 

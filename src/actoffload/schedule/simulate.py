@@ -77,7 +77,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
         )
     order = model_order(len(layers))
     stages = model_stages(layers)
-    pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, model=True, exact=True)
+    pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, exact=True)
     (rank,) = pipeline.run([model_actions(plan)], record=True)
     (without,) = pipeline.run([{}])
     return rank.simulation(without.compute)
@@ -223,8 +223,8 @@ def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost]
 class Pipeline:
     """The orders and costs of all ranks, which can be run with any plans.
 
-    Of a `model` each stage runs once, and spans name it instead of the microbatch.  If it is `exact`, each saved tensor
-    is copied and freed alone; otherwise all of a group, which takes as long.
+    If it is `exact`, as of a model, each saved tensor is copied and freed alone, and spans name the stage.  Otherwise
+    those of a group are one piece, which takes as long, and spans name the microbatch.
     """
 
     def __init__(
@@ -234,11 +234,9 @@ class Pipeline:
         link: Link,
         *,
         host_seconds: float = 0.0,
-        model: bool = False,
         exact: bool = False,
     ) -> None:
-        self.link, self._exact = link, exact
-        self._how: dict[str, Any] = {"host_seconds": host_seconds, "label": 0 if model else 1}
+        self.link, self._exact, self._host_seconds = link, exact, host_seconds
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
         self.stages = {step.stage for order in orders for step in order}
@@ -269,8 +267,10 @@ class Pipeline:
         `record` and `note` are as in `RankRun`.
         """
         arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
+        how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
+        how |= {"record": record, "note": note, "allowed": allowed}
         ranks = [
-            RankRun(steps, self.times, self.link, other, acts, **self._how, record=record, note=note, allowed=allowed)
+            RankRun(steps, self.times, self.link, other, acts, **how)
             for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
         ]
         waiting: dict[int, int] = {}
