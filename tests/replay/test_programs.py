@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composing import Block, dropping, gradients
+from composing import Block, autocast, dropping, gradients
 from recomputing import HELD, WIDTH, Mlp, Net, all_policies, all_ways, batch, check, fractions, policies, train, ways
 from torch import nn
 from whole_model import offload
@@ -180,10 +180,6 @@ def test_what_the_engine_copies_while_a_call_is_traced_is_no_part_of_it():
 SIZES = (16, 24, 16)
 CASTS = 4 * 2 * 32 * 64 * 2
 """Bytes of the casts of the weights in the blocks."""
-
-
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
 
 
 def microbatches(model: nn.Module):

@@ -104,7 +104,7 @@ class FollowingCall(Call):
         self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
         self._drops_at = program.drops_at
         self._remake.program = program
-        self._remake.beginning = RngPosition.read() if program.trace.drawn else None
+        self._remake.beginning = RngPosition.read() if program.redraws else None
         self._remake.find_weights()
         for value, place in program.inputs.items():
             self._remake.held[value] = self._packer.pack(self._inputs[place])
