@@ -1,20 +1,8 @@
-"""Numbers with units, equal rows and names made short."""
+"""Numbers with units, and names made short."""
 
 import pytest
 
-from actoffload._text import fold, fold_names, numberless, size, size_or_dash
-
-
-@pytest.mark.parametrize(
-    ("rows", "folded"),
-    [
-        ("abc", ["a", "b", "c"]),
-        ("ababab", ["aaa", "bbb"]),
-        ("aabaab", ["aaaa", "bb"]),
-    ],
-)
-def test_equal_rows_are_folded_at_the_place_of_the_first(rows, folded):
-    assert ["".join(part) for part in fold(rows, str)] == folded
+from actoffload._text import fold_names, numberless, size, size_or_dash
 
 
 @pytest.mark.parametrize(

@@ -75,19 +75,6 @@ def test_arms_that_run_out_of_memory_or_fail_are_samples_and_the_others_go_on() 
     assert next(s["note"] for s in written if s["status"] == "failed") == "no such"
 
 
-@pytest.mark.parametrize("longest", range(-1, 12))
-def test_the_longest_length_is_found_in_few_tries(longest: int) -> None:
-    lengths, tried = [10 * k for k in range(12)], []
-
-    def trains(length: int) -> bool:
-        tried.append(length)
-        return length <= 10 * longest
-
-    assert trainer.longest(lengths, 47, trains) == (10 * longest if longest >= 0 else None)
-    assert tried[0] == 50
-    assert len(tried) == len(set(tried)) <= 6
-
-
 def test_a_search_writes_a_sample_for_each_length() -> None:
     written: list[dict[str, Any]] = []
     trainer.search("context", written.append, ("checkpoint", "offload"), 24.0, rehearse=True)

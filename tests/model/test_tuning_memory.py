@@ -131,11 +131,3 @@ def test_an_out_of_memory_error_makes_the_next_plan_leaner():
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
     assert stages(handle, lambda: step(model), 40) == [""] * 40, "it is looked at once"
-
-
-def test_an_error_before_the_memory_is_known_changes_nothing():
-    device, model, handle = small(memory=None)
-    device.failed += 1
-    stages(handle, lambda: step(model), 4)
-    assert not handle.settling
-    assert not handle.plan.offloaded

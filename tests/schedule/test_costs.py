@@ -40,11 +40,6 @@ SPANS = (
 )
 
 
-def test_spans_are_put_in_order_of_their_start() -> None:
-    timeline = Timeline.build(SPANS)
-    assert [(span.start, span.end) for span in timeline.spans] == [(0, 2), (2, 3), (2, 4), (3, 4), (5, 9)]
-
-
 def test_seconds_and_bytes_are_added_by_kind() -> None:
     timeline = Timeline.build(SPANS, resident=[(1.0, 7), (2.0, 12), (4.0, 5)])
     assert timeline.seconds(Kind.FORWARD) == 3.0
