@@ -16,11 +16,8 @@ from .pipeline import Actions, ChunkAction, Computation, Step
 from .plan import Do
 from .timeline import Kind, Simulation, Span, Timeline
 
-NEVER = -1.0
-"""When something arrives that is not sent yet."""
-
-STOPPED = -2
-"""What `RankRun.advance` returns if the rank takes longer than it may."""
+Message = tuple[int, bool, int]
+"""What a stage sends: its number, whether it is of a forward, and the microbatch."""
 
 WEIGHTS = Computation.BACKWARD, Computation.BACKWARD_WEIGHT
 """What computes gradients of weights."""
@@ -32,8 +29,8 @@ Key = tuple[int, int, int]
 class CompiledStep(NamedTuple):
     """A step with what is looked up for it."""
 
-    needs: int  # number of what another stage sends, or -1
-    sends: int  # number of what it sends, or -1
+    needs: Message | None
+    sends: Message | None
     step: Step
 
 
@@ -96,17 +93,15 @@ class RankRun:
             self._other_there = self.other + (parts[0].levels[0] if parts else 0)
         self.peak = self.other
 
-    def advance(self, arrivals: list[float], waiting: dict[int, int], ready: list[int]) -> int:
-        """Run until a step needs what is not sent yet; return the number of that, -1 at the end, or `STOPPED`.
-
-        A rank that waits for what this one sends goes from `waiting` to `ready`.
-        """
-        for number in range(len(self.starts), len(self.steps)):
+    def advance(self, arrivals: dict[Message, float]) -> bool:
+        """Run until a step needs what is not sent yet, or takes longer than it may; return whether one has run."""
+        begun = len(self.starts)
+        for number in range(begun, len(self.steps)):
             needs, sends, step = self.steps[number]
-            if needs >= 0:
-                arrival = arrivals[needs]
-                if arrival == NEVER:
-                    return needs
+            if needs is not None:
+                arrival = arrivals.get(needs)
+                if arrival is None:
+                    break
                 if arrival > self.compute:
                     self.bubble += arrival - self.compute
                     self.compute = arrival
@@ -114,12 +109,10 @@ class RankRun:
             self.stalls.append(self.stalled)
             self._step(number, step, self.times[step.stage])
             if self.compute > self.allowed:
-                return STOPPED
-            if sends >= 0:
+                break
+            if sends is not None:
                 arrivals[sends] = self.compute
-                if sends in waiting:
-                    ready.append(waiting.pop(sends))
-        return -1
+        return len(self.starts) > begun
 
     def _step(self, number: int, step: Step, times: StageTimes) -> None:
         """Run a step group by group."""

@@ -16,7 +16,7 @@ from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link, StageCost, StageTimes
 from .pipeline import Actions, Chunk, ChunkAction, Computation, PipelinePlan, Step
 from .plan import Action, Plan
-from .run import NEVER, STOPPED, CompiledStep, RankRun
+from .run import CompiledStep, Message, RankRun
 from .timeline import Simulation
 
 
@@ -240,7 +240,6 @@ class Pipeline:
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
         self.stages = {step.stage for order in orders for step in order}
-        self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
         self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
         self.compiled = [[self._compile(step) for step in order] for order in orders]
 
@@ -250,14 +249,11 @@ class Pipeline:
 
     def _compile(self, step: Step) -> CompiledStep:
         if step.computation is Computation.BACKWARD_WEIGHT:
-            return CompiledStep(-1, -1, step)
+            return CompiledStep(None, None, step)
         forward = step.computation is Computation.FORWARD
         before = step.stage - 1 if forward else step.stage + 1
-
-        def message(stage: int) -> int:
-            return (2 * stage + forward) * self.microbatches + step.microbatch
-
-        return CompiledStep(message(before) if before in self.stages else -1, message(step.stage), step)
+        needs = (before, forward, step.microbatch) if before in self.stages else None
+        return CompiledStep(needs, (step.stage, forward, step.microbatch), step)
 
     def run(
         self, actions: Sequence[Actions], *, record: bool = False, note: bool = False, allowed: float = inf
@@ -266,25 +262,20 @@ class Pipeline:
 
         `record` and `note` are as in `RankRun`.
         """
-        arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
+        arrivals = dict[Message, float]()
         how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
         how |= {"record": record, "note": note, "allowed": allowed}
         ranks = [
             RankRun(steps, self.times, self.link, other, acts, **how)
             for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
         ]
-        waiting: dict[int, int] = {}
-        ready = list(reversed(range(len(ranks))))
-        while ready:
-            number = ready.pop()
-            needed = ranks[number].advance(arrivals, waiting, ready)
-            if needed == STOPPED:
+        while sum(rank.advance(arrivals) for rank in ranks):
+            if any(rank.compute > allowed for rank in ranks):
                 return ranks
-            if needed >= 0:
-                waiting[needed] = number
-        for number in waiting.values():
-            step = ranks[number].steps[len(ranks[number].starts)].step
-            raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
+        for number, rank in enumerate(ranks):
+            if len(rank.starts) < len(rank.steps):
+                step = rank.steps[len(rank.starts)].step
+                raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
         return ranks
 
 
