@@ -30,7 +30,7 @@ pytest.importorskip("transformers", reason="the callbacks derive from classes of
 lightning: Any = pytest.importorskip(
     "pytorch_lightning" if importlib.util.find_spec("lightning") is None else "lightning.pytorch"
 )
-from actoffload.integrations import LightningOffloadCallback, OffloadCallback, fit  # noqa: E402
+from actoffload.integrations import LightningOffloadCallback, OffloadCallback  # noqa: E402
 
 INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
 MIGRATION = INTEGRATIONS.parent / "migration"
@@ -249,8 +249,8 @@ def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead,
             raise TypeError("gather_reports got an object of type NoneType in rank 1")
         return RankReports((report, report), (0, 1))
 
-    monkeypatch.setattr(fit, "dist", several)
-    monkeypatch.setattr(fit, "gather_reports", gather)
+    monkeypatch.setattr(actoffload.integrations, "dist", several)
+    monkeypatch.setattr(actoffload.integrations, "gather_reports", gather)
     # Ranks do not wait for their plans, which may become final after different steps.
     monkeypatch.setattr(actoffload.OffloadHandle, "settling", True)
     callback = OffloadCallback(report_at=1, log=texts.append, min_bytes=0)

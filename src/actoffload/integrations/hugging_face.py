@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 from transformers import TrainerCallback
 
-from .fit import FitCallback
+from . import FitCallback
 
 
 class OffloadCallback(FitCallback, TrainerCallback):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from .fit import FitCallback
+from . import FitCallback
 
 # A program may have two names of one framework installed; it imported the one that it uses.
 _old_name = "pytorch_lightning" in sys.modules or find_spec("lightning") is None
