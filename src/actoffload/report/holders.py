@@ -182,20 +182,18 @@ class _Search:
             self._note(name, f"{path}.grad", gradient_of(value))
         elif kind in LEAVES or issubclass(kind, types.ModuleType) or self.number[name[0]] > MOST_OBJECTS:
             return
-        if id(value) in self.visited or id(value) in self.modules or _is_part_of((PACKAGE,), _module(value)):
+        if id(value) in self.visited or id(value) in self.modules:
             return
-        if issubclass(kind, type) and _globals(_module(value)) is None:
+        module, is_function = _module(value), kind is types.FunctionType
+        if _is_part_of(PACKAGES if is_function else (PACKAGE,), module):
+            return
+        if issubclass(kind, type) and _globals(module) is None:
             return
         self.visited.add(id(value))
         self.number[name[0]] += 1
-        if kind is types.FunctionType:
-            if _is_part_of(PACKAGES, _module(value)):
-                return
+        if is_function:
             name, path = (FUNCTION, "closure variable", _where(value.__code__, value.__code__.co_firstlineno)), ""
-            children = list(_closure(value))
-        else:
-            children = [*_attributes(value), *_elements(value)] or [(UNKNOWN, each) for each in gc.get_referents(value)]
-        for step, child in children:
+        for step, child in _children(value):
             yield name, f"{path}{step}".removeprefix("."), child
 
     def _note(self, name: Name, path: str, tensor: object) -> None:
@@ -228,24 +226,18 @@ def _attributes(value: object) -> list[tuple[str, object]]:
     return [(f".{name}", each) for name, each in list(found.items())]
 
 
-def _elements(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield the elements of a container with their steps of a path."""
-    kind = type(value)
+def _children(value: Any) -> list[tuple[str, object]]:
+    """Return what an object refers to with the steps of a path; code of other classes does not run."""
+    kind, elements = type(value), list[tuple[str, object]]()
+    if kind is types.FunctionType:
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(name, each) for name, cell in cells for each in gc.get_referents(cell)]
     if issubclass(kind, dict):
-        for key, element in islice(list(dict.items(value)), MOST_ELEMENTS):
-            yield f"[{_readable(key)}]", element
-    elif issubclass(kind, (list, tuple, deque)):
-        base = next(base for base in (list, tuple, deque) if issubclass(kind, base))
-        for k, element in enumerate(islice(list(base.__iter__(value)), MOST_ELEMENTS)):
-            yield f"[{k}]", element
-
-
-def _closure(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+        elements = [(f"[{_readable(key)}]", each) for key, each in islice(list(dict.items(value)), MOST_ELEMENTS)]
+    for base in (list, tuple, deque):
+        if issubclass(kind, base):
+            elements = [(f"[{k}]", each) for k, each in enumerate(islice(list(base.__iter__(value)), MOST_ELEMENTS))]
+    return [*_attributes(value), *elements] or [(UNKNOWN, each) for each in gc.get_referents(value)]
 
 
 def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
