@@ -4,7 +4,7 @@ import pytest
 from report_samples import attribute
 
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
-from actoffload.report.advice import DOING, advise
+from actoffload.report.build import DOING, advise
 
 MIB = 2**20
 

@@ -13,6 +13,7 @@ import torch
 
 from .._warnings import warn
 from ..model.handle import Handle, OffloadHandle
+from ..report.build import counted
 from ..report.report import GroupReport, RankReports, Report, gather_reports
 from ..schedule.pipeline import Computation, PipelinePlan, Step, read_order
 from ..tune.exchange import LostRankError
@@ -175,7 +176,7 @@ class PipelineHandle(Handle):
         On an accelerator the statistics begin anew with each of the first steps, which are measured one by one.
         Raises a `RuntimeError` if no step has ended.
         """
-        learned, plan, statistics = self._conductor.learned, self.plan, self.statistics()
+        learned, plan, counts = self._conductor.learned, self.plan, counted(self.statistics())
         if not learned.order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         forwards = Counter(step.stage for step in learned.order if step.computation is Computation.FORWARD)
@@ -190,15 +191,10 @@ class PipelineHandle(Handle):
                 number, recomputed = chunks[index, k], bool(again) and again[k] is not None
                 saved: dict[str, Any] = {"bytes_saved": nbytes * forwards[index], "bytes_offloaded": nbytes * number}
                 groups.append(GroupReport(name, f"stage {index}", forwards[index], number, recomputed, **saved))
-        return Report(
-            groups=tuple(groups),
-            passes=statistics.passes,
-            peak_resident_bytes=self._first.peak if self._conductor.scoped else statistics.peak_resident_bytes,
-            host_bytes=statistics.host_bytes,
-            host_bytes_high_water=statistics.host_bytes_high_water,
-            because=MEASURING if plan is None else plan.because,
-            times=self._engine.backend.times,
-        )
+        if self._conductor.scoped:
+            counts["peak_resident_bytes"] = self._first.peak
+        because, times = MEASURING if plan is None else plan.because, self._engine.backend.times
+        return Report(tuple(groups), because=because, times=times, **counts)
 
     def table(self) -> RankReports:
         """Return the reports of all ranks, in every rank; ``print`` shows them as a table.

@@ -109,7 +109,7 @@ def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     return GroupReport(name, kinds.pop() if len(kinds) == 1 else "", **total)
 
 
-def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
+def add_amounts(amounts: Iterable[Mapping[Reason, Sequence[int]]]) -> dict[Reason, tuple[int, int]]:
     """Return the sums by reason, most bytes first."""
     sums: dict[Reason, tuple[int, int]] = {}
     for amount in amounts:
@@ -378,13 +378,11 @@ def _kept_table(report: Report) -> Table:
 
 
 def _held_table(report: Report) -> Table:
-    merged = merge_held(report.held)
-    rows: list[tuple[str, ...]] = []
+    merged, rows = merge_held(report.held), list[tuple[str, ...]]()
     for groups, nbytes, holders in merged[:MOST_HELD]:
         unnamed = "autograd of another graph, a library, or C++" if holders is not None else "not known: record a step"
-        lines = tuple(map(str, holders or ())) or (unnamed,)
-        rows.append((fold_names(groups), lines[0], size_or_dash(nbytes)))
-        rows += [("", line, "") for line in lines[1:]]
+        first, *more = list(map(str, holders or ())) or [unnamed]
+        rows += [(fold_names(groups), first, size_or_dash(nbytes)), *(("", line, "") for line in more)]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
     return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)
 
@@ -467,12 +465,14 @@ class RankReports:
     def __str__(self) -> str:
         found = [{**_rank_cells(each), **groups} for each, groups in zip(self.reports, self.offloaded, strict=True)]
         titles = list(dict.fromkeys(title for cells in found for title in cells))
-        lines = [tuple(_text(cells.get(title, "")) for title in titles) for cells in found]
+        columns = {title: [cells[title] for cells in found if title in cells] for title in titles}
+        sums = {title: sum(column) for title, column in columns.items() if not isinstance(column[0], str)}
+        *lines, total = [tuple(_text(cells.get(title, "")) for title in titles) for cells in (*found, sums)]
         table = []
         for same in fold(zip(map(str, self.ranks), lines, strict=True), lambda row: row[1]):
             table.append((line_name([rank for rank, _ in same], "ranks"), *same[0][1]))
-        if several := len(lines) > 1:
-            table.append(("total", *(_sum([cells[title] for cells in found if title in cells]) for title in titles)))
+        several = len(lines) > 1
+        table += [("total", *total)] if several else []
         return str(Table(("rank", *titles), tuple(table), left=2, sums=several))
 
 
@@ -480,12 +480,7 @@ def _text(cell: int | str) -> str:
     return cell if isinstance(cell, str) else size_or_dash(cell)
 
 
-def _sum(column: list[int | str]) -> str:
-    numbers = [cell for cell in column if isinstance(cell, int)]
-    return size_or_dash(sum(numbers)) if len(numbers) == len(column) else ""
-
-
-def _rank_cells(report: Report) -> Mapping[str, int | str]:
+def _rank_cells(report: Report) -> dict[str, Any]:
     """Return the cells of one rank by the title of the column; numbers are bytes, which are added up."""
     totals = report.totals
     return {
