@@ -137,8 +137,8 @@ class Table:
 
 # Plain data as JSON
 
-_kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
-_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+# Containers, and the dataclasses, named tuples and enumerations that are registered.
+_kinds: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, dict)}
 
 
 class UnreadableError(Exception):
@@ -172,28 +172,21 @@ def _plain(value: Any) -> Any:
     """Return a value as what JSON has; an object with one key says what a value was."""
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, enum.Enum):
-        return {_known(value): value.name}
-    if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    if is_dataclass(value) or hasattr(value, "_fields"):
-        names = [field.name for field in fields(value)] if is_dataclass(value) else value._fields
-        return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
-    if isinstance(value, Mapping):
-        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
     name = type(value).__name__
-    if name not in _containers:
-        raise TypeError(f"{name} is not registered for messages.")
-    return {name: [_plain(item) for item in value]}
-
-
-def _known(value: Any) -> str:
-    kind = type(value)
-    if _kinds.get(kind.__name__) is not kind:
-        raise TypeError(f"{kind.__name__} is not registered for messages.")
-    return kind.__name__
+    if _kinds.get(name) is type(value):
+        if isinstance(value, enum.Enum):
+            return {name: value.name}
+        names = [each.name for each in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+        if names is None:
+            return {name: [_plain(item) for item in value]}
+        return {name: {each: _plain(getattr(value, each)) for each in names}}
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise TypeError(f"{name} is not registered for messages.")
 
 
 def _made(plain: Any) -> Any:
@@ -203,9 +196,9 @@ def _made(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     ((name, content),) = plain.items()
-    if name in _containers:
-        return _containers[name](_made(content))
     kind = _kinds[name]
-    if issubclass(kind, enum.Enum):
+    if isinstance(kind, enum.EnumMeta):
         return kind[content]
-    return kind(**{key: _made(item) for key, item in content.items()})
+    if isinstance(content, dict):
+        return kind(**{key: _made(item) for key, item in content.items()})
+    return kind(_made(content))
