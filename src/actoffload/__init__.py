@@ -9,9 +9,9 @@ training loop.  What else is public is in the subpackages: `actoffload.schedule`
 from . import measure as measure
 from . import moe as moe
 from . import schedule as schedule
-from .annotations import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .context import get_cpu_offload_context
 from .device import ReferenceDeviceWarning
+from .engine.eligibility import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .engine.engine import HostMemoryWarning
 from .model import Fit, OffloadHandle
 from .pipeline import PipelineHandle, offload

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ._arguments import check_whole
 from ._torch.modules import opaque
-from .annotations import mark_not_offload, start_offload
+from .engine.eligibility import mark_not_offload, start_offload
 
 __all__ = ["GroupedMLP", "grouped_mlp", "indices_to_multihot"]
 

@@ -18,7 +18,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from .._torch.modules import RESHARD, registered
-from .._torch.subclasses import Wrappers, plain_parts, unchanged
+from .._torch.subclasses import Wrappers, has_parts, parts_to_save, plain_parts, unchanged
 from .._torch.tensors import CASTS, address, base_of, is_freed, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
 from .host_pool import Resources
@@ -179,8 +179,8 @@ class _Running(threading.local):
 running = _Running()
 
 
-def enabled() -> bool:
-    """Whether this thread is inside an enabled context."""
+def is_cpu_offload_enabled() -> bool:
+    """Return whether the calling thread is inside an enabled offloading context."""
     return bool(running.backends)
 
 
@@ -393,6 +393,78 @@ def mark_final(
     # [keep: address of a final storage]
     note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
     finals.add(storage, note)
+
+
+def mark_not_offload(*tensors: Any) -> None:
+    """Keep tensors on the device when autograd saves them.
+
+    The mark belongs to the storage: it applies to every view, also to earlier ones, and ends when the storage is freed.
+    Of an object with several tensors it applies to each.
+
+    Parameters
+    ----------
+    *tensors : torch.Tensor, object or None
+        Tensors of any shape, also subclasses with ``__tensor_flatten__``; objects with ``prepare_for_saving`` and
+        ``restore_from_saved``, or with ``get_data_tensors``.  None is skipped.
+
+    Raises
+    ------
+    TypeError
+        If an argument is none of these.
+
+    Notes
+    -----
+    As in Transformer Engine's PyTorch API, whose quantized tensors are such objects.
+
+    Examples
+    --------
+    >>> hidden = torch.randn(512, 1024)
+    >>> actoffload.mark_not_offload(hidden, hidden.t())
+    """
+    for value in _checked(tensors, "mark_not_offload"):
+        for tensor, _ in parts_to_save(value):
+            if tensor.layout is torch.strided:  # others are kept anyway, and have no storage
+                mark_kept(tensor)
+
+
+def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
+    """Let the copies of final tensors start here, before autograd saves them, as in Transformer Engine's PyTorch API.
+
+    A copy normally waits for all work that is on the current stream when the tensor is saved.  A fused function saves
+    its tensors at its end; with this call after each was computed, the copies start earlier.  An in-place change
+    afterwards cancels the call.  Outside of an enabled context, and for tensors that are never saved, it does nothing.
+
+    Parameters
+    ----------
+    *tensors : torch.Tensor, object or None
+        As for `mark_not_offload`, on the offloading device.
+    offload_base_tensor : bool
+        Offload the whole storage of each tensor even if the saved view covers little of it, such as the interleaved
+        query, key and value of one projection.
+    """
+    found = _checked(tensors, "start_offload")
+    if not is_cpu_offload_enabled():
+        return
+    backend = running.backends[-1]
+    for tensor, wrappers in (part for value in found for part in parts_to_save(value)):
+        if tensor.device.type == backend.type and tensor.layout is torch.strided:
+            stream = backend.current_stream(backend.place(tensor))
+            if backend.checks:
+                backend.saved(tensor, stream)
+            event = backend.record(stream)
+            mark_final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
+
+
+def _checked(values: Iterable[Any], name: str) -> list[Any]:
+    """Return the arguments of a function that are not None."""
+    found = [value for value in values if value is not None]
+    for value in found:
+        if not has_parts(value):
+            raise TypeError(
+                f"{name} got a {type(value).__name__}; expected tensors, objects with prepare_for_saving and "
+                "restore_from_saved, objects with get_data_tensors, or None."
+            )
+    return found
 
 
 def take_final(key: int, version: int) -> Final | None:
