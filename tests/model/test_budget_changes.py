@@ -13,7 +13,7 @@ import actoffload
 from actoffload.engine.statistics import Reason
 from actoffload.schedule import Link
 from actoffload.tune.findings import Findings, Room
-from actoffload.tune.timed_pass import Peak
+from actoffload.tune.meter import Peak
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from timed_device import Timed, TimedModel, offload, seconds, settle, started, s
 from torch import nn
 
 import actoffload
-from actoffload.tune.timed_pass import count_tokens
+from actoffload.tune.meter import count_tokens
 
 MIB = 2**20
 

@@ -65,8 +65,9 @@ def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reaso
     host = {kind: {k: Span(0.0, each) for k, each in enumerate(found)} for kind, found in seconds.items()}
     meter: Any = SimpleNamespace(
         host_spans=lambda kind, groups: host[kind],
-        times=lambda: {PASS: {}},
+        times={PASS: {}},
         around=lambda k: [None] * 4,
+        temporaries=lambda: [[0] * 4] * 4,
         allocated_before=0,
     )
     found = layer_costs(meter, [(1, 1)] * 4, [int, int, int, str], (), 0)

@@ -22,7 +22,7 @@ from actoffload.schedule.costs import StageCost
 from actoffload.schedule.pipeline import Computation, Step
 from actoffload.tune.exchange import Exchange, LostRankError
 from actoffload.tune.findings import Findings, Room
-from actoffload.tune.timed_pass import Peak, Shown
+from actoffload.tune.meter import Peak, Shown
 
 COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
 LINK = Link(25.6 * 2**30, 1e9, both=1.1)

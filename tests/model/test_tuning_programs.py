@@ -10,7 +10,7 @@ from timed_device import BLOCK, PASSES, Timed, TimedModel, done, offload, small,
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "model/tuner.py", "tune/script.py", "tune/timed_pass.py", "tune/meter.py", "tune/costs.py"
+NAMES = "model/tuner.py", "tune/script.py", "tune/meter.py", "tune/costs.py"
 TUNING = tuple(str(SOURCES / name) for name in NAMES)
 
 

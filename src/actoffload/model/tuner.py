@@ -28,9 +28,8 @@ from ..schedule.schedules import Roles, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room
-from ..tune.meter import Meter
+from ..tune.meter import Meter, Peak, Shown, TimedPass
 from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Script, Stage, Steps, Trial, fits
-from ..tune.timed_pass import Peak, Shown, TimedPass
 from .follow import ModelState
 from .replays import OperatorTimes
 from .steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan

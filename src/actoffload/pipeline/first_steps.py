@@ -19,9 +19,8 @@ from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, StageCost
 from ..schedule.pipeline import PipelinePlan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
-from ..tune.meter import StageMemory, StepMeter
+from ..tune.meter import Shown, StageMemory, StepMeter, TimedPass
 from ..tune.script import Script, Stage, Trial
-from ..tune.timed_pass import Shown, TimedPass
 from .conductor import Conductor
 from .planning import Limits, PipelineRanks, Plans, RankCosts, agreed, exceed, plans_of
 from .stages import RankStage, has_grown

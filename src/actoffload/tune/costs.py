@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from statistics import median_low
+from statistics import median, median_low
+from typing import Any
 
 from torch.nn import Module
 
@@ -19,7 +20,8 @@ from ..planner.variants import correct_times
 from ..schedule.costs import LayerCost, Link, Saved, StageCost, spread_evenly
 from ..schedule.pipeline import Computation, Step
 from ..schedule.timeline import Kind
-from .meter import PASS, Copy, Meter, Span, StepMeter, spans
+from .meter import PASS, WHOLE, Copy, Meter, Span, StepMeter, Times, spans
+from .meter import kind_of as kind_of_computation
 
 HOST_SECONDS = 600e-6
 """Seconds of the host for one tensor that is offloaded.
@@ -104,13 +106,11 @@ def layer_costs(
 
     By group, `sizes` are the bytes of the storages that it saves, and `kinds` what those have in common that cost the
     same.  The groups in `compiled` save everything at the end of their forward.  A pass may begin with `allocated`
-    bytes: as much more other memory is there, if it was less before this one.
-
-    A group that has no backward, because its weights and inputs need no gradients, takes no time in it.  A host that
-    waits for the device is late for another reason than its work, so groups of one kind have the least of what they
-    took, without the time for the tensors that were offloaded.
+    bytes: as much more other memory is there, if it was less before this one.  A host that waits for the device is late
+    for another reason than its work, so groups of one kind have the least of what they took, without the time for the
+    tensors that were offloaded.
     """
-    times = meter.times()[PASS]
+    times = meter.times[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
     groups = range(len(sizes))
     alike = fold(groups, kinds.__getitem__)
@@ -123,30 +123,29 @@ def layer_costs(
         {k: min((host[each].seconds for each in same if each in host), default=0.0) for same in alike for k in same}
         for host in hosts
     ]
-    costs = []
+    costs, temporaries = [], meter.temporaries()
     for k in groups:
-        (gap_forward, forward), (gap_backward, backward) = forwards[k], backwards[k]
         borders = meter.around(k)
         least = min((border.other_bytes for border in borders if border is not None), default=0)
         first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
-        temporaries = (0 if border is None else border.temporary for border in borders)
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else spread_evenly(sizes[k])
-        host_forward, host_backward = (each[k] for each in least_host)
-        costs.append(
-            LayerCost(
-                forward,
-                backward,
-                saved,
-                gap_forward=gap_forward,
-                gap_backward=gap_backward,
-                other_bytes=(first, second, third, fourth),
-                **dict(zip(TEMPORARIES, temporaries, strict=True)),
-                unpacks_at_once=k in compiled,
-                host_forward=max(host_forward - HOST_SECONDS * len(saved), 0.0),
-                host_backward=max(host_backward - HOST_SECONDS * len(saved), 0.0),
-            )
+        host_forward, host_backward = (max(each[k] - HOST_SECONDS * len(saved), 0.0) for each in least_host)
+        cost = replace(
+            _cost(forwards[k], backwards[k], saved, temporaries[k]),
+            other_bytes=(first, second, third, fourth),
+            unpacks_at_once=k in compiled,
+            host_forward=host_forward,
+            host_backward=host_backward,
         )
+        costs.append(cost)
     return costs
+
+
+def _cost(forward: Span, backward: Span, saved: Sequence[Saved], temporaries: Sequence[int]) -> LayerCost:
+    """Return the cost of a group by its times, and the memory that it takes for a time at its four borders."""
+    known: dict[str, Any] = dict(zip(TEMPORARIES, temporaries, strict=True))
+    known |= {"gap_forward": forward.gap, "gap_backward": backward.gap}
+    return LayerCost(forward.seconds, backward.seconds, tuple(saved), **known)
 
 
 def _without_pauses(
@@ -293,24 +292,12 @@ def stage_cost(
     # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
     late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
     split = learned.split.get(stage, False) or (stage > 0 and stage in late)
-    most = {} if meter is None else meter.temporaries(stage)
+    temporaries = {} if meter is None else meter.temporaries(stage)
     groups, known = [], len(gradients) == len(saved)
     for k, (forward, backward, weights) in enumerate(_group_times(stage, len(saved), meter, split=split)):
-        groups.append(
-            LayerCost(
-                forward.seconds,
-                backward.seconds,
-                spread_evenly([nbytes for _, nbytes in saved[k]]),
-                gap_forward=forward.gap,
-                gap_backward=backward.gap,
-                gap_forward_temporary=most.get((Kind.FORWARD, k, False), 0),
-                forward_temporary=most.get((Kind.FORWARD, k, True), 0),
-                gap_backward_temporary=most.get((Kind.BACKWARD, k, False), 0),
-                backward_temporary=most.get((Kind.BACKWARD, k, True), 0),
-                weight_backward=weights,
-                gradient_bytes=gradients[k] if known else 0,
-            )
-        )
+        even = spread_evenly([nbytes for _, nbytes in saved[k]])
+        cost = _cost(forward, backward, even, temporaries.get(k, [0] * 4))
+        groups.append(replace(cost, weight_backward=weights, gradient_bytes=gradients[k] if known else 0))
     boundary, output = kept_outputs(stage, learned)
     return StageCost(
         tuple(groups),
@@ -330,20 +317,52 @@ def _group_times(stage: int, count: int, meter: StepMeter | None, *, split: bool
     even = [(Span(0.0, 1.0), Span(0.0, 2.0), 1.0)] * count
     if meter is None:
         return even
-    forward = meter.groups(stage, Computation.FORWARD, count)
-    inputs = meter.groups(stage, Computation.BACKWARD_INPUT, count)
-    backward = meter.groups(stage, Computation.BACKWARD, count)
-    both = meter.computations(stage, Computation.BACKWARD_WEIGHT)
+    ran = {computation: _ran(meter, stage, computation) for computation in Computation}
+    forward, inputs, backward, both = (
+        _median_spans(ran[computation], kind_of_computation(computation), count)
+        for computation in (
+            Computation.FORWARD,
+            Computation.BACKWARD_INPUT,
+            Computation.BACKWARD,
+            Computation.BACKWARD_WEIGHT,
+        )
+    )
     if backward is None and not split:  # the weight backward is the full one
-        backward = meter.groups(stage, Computation.BACKWARD_WEIGHT, count)
+        backward = both
     if forward is None or (backward is None and inputs is None):
         return even
     weights = [1.0] * count
     if inputs is not None and both is not None:
-        whole = sum(each.seconds for each in inputs)
-        weights = [both * (each.seconds / whole if whole else 1 / count) for each in inputs]
+        whole, late = sum(each.seconds for each in inputs), _seconds(ran[Computation.BACKWARD_WEIGHT], Kind.BACKWARD)
+        weights = [late * (each.seconds / whole if whole else 1 / count) for each in inputs]
     elif backward is not None:
         weights = [each.seconds / 2 for each in backward]
     if backward is None:
         backward = [Span(each.gap, each.seconds + late) for each, late in zip(inputs or (), weights, strict=True)]
     return list(zip(forward, backward, weights, strict=True))
+
+
+def _ran(meter: StepMeter, stage: int, computation: Computation) -> list[Times]:
+    """Return when each microbatch of a computation of a stage came to its borders, and its groups to theirs."""
+    ends = kind_of_computation(computation), WHOLE, True
+    found = [(step, times) for step, times in meter.times.items() if isinstance(step, Step) and ends in times]
+    return [times for step, times in found if (step.stage, step.computation) == (stage, computation)]
+
+
+def _seconds(ran: Sequence[Times], kind: Kind) -> float:
+    """Return the median seconds of a computation, without stalls."""
+    return median(times[kind, WHOLE, True] - times[kind, WHOLE, False] for times in ran)
+
+
+def _median_spans(ran: Sequence[Times], kind: Kind, count: int) -> list[Span] | None:
+    """Return the median times of each group in a computation; None if there was none.
+
+    Where no group was seen, each has the same part of the computation.
+    """
+    if not ran:
+        return None
+    order = range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
+    found = [spans(times, kind, order, times[kind, WHOLE, False]) for times in ran if len(times) > 2]
+    if not found:
+        return [Span(0.0, _seconds(ran, kind) / count)] * count
+    return [Span(*map(median, zip(*(each[k] for each in found), strict=True))) for k in range(count)]

@@ -54,9 +54,8 @@ class LostRankError(Exception):
 class Exchange:
     """The messages of one meeting of ranks; any method may raise a `LostRankError`.
 
-    The `name` is the same in all ranks, and of no other meeting.  Of the global `ranks` that take part the first one
-    leads; where there is one, it posts nothing.  `store` returns the store, None if there is none any more; by default
-    that of the default process group.
+    The `name` is of no other meeting.  Of the global `ranks` the first one leads; where there is one, it posts nothing.
+    `store` returns the store, None if there is none any more; by default that of the default process group.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
@@ -90,31 +89,27 @@ class Exchange:
     def find(self, keys: Sequence[str], limit: float) -> str | None:
         """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
         begun = time.monotonic()
-        while True:
-            if any(map(self.has, keys)):
-                # A rank answers before it leaves, and both may have come since the first look.
-                return next(key for key in keys if self.has(key))
+        while not any(map(self.has, keys)):
             waited = time.monotonic() - begun
             if waited > limit:
                 return None
             time.sleep(min(max(PART * waited, SHORTEST), LONGEST))
+        # A rank answers before it leaves, and both may have come since the first look.
+        return next(key for key in keys if self.has(key))
 
     def take(self, key: str, readers: int = 1) -> Any:
         """Return a message that is there, and delete it once that number of ranks has read it."""
-        path, found = self._path(key), self._read(key)
-        if readers > 1:
-            count = path + "/read"
-            if self._call("add", count, 1) < readers:
-                return found
-            self._call("delete_key", count)
-        self._call("delete_key", path)
-        return found
-
-    def _read(self, key: str) -> Any:
+        path = self._path(key)
         try:
-            return read(self._call("get", self._path(key)))
+            found = read(self._call("get", path))
         except UnreadableError as error:
             raise LostRankError(f"A message in the store of the process group cannot be read ({error}).") from error
+        count = path + "/read"
+        if readers > 1 and self._call("add", count, 1) < readers:
+            return found
+        for each in [count, path] if readers > 1 else [path]:
+            self._call("delete_key", each)
+        return found
 
     # What ranks do together
 
@@ -148,10 +143,7 @@ class Exchange:
         return found
 
     def _collect(self, key: str) -> tuple[list[Any], list[int]]:
-        """Return what the other ranks sent, and the ranks that did not come in time.
-
-        These take no further part, as those that have left before.
-        """
+        """Return what the other ranks sent, and those that did not come in time, which take no further part."""
         until, found, missing = time.monotonic() + LIMIT / 2, list[Any](), list[int]()
         for rank in self.ranks[1:]:
             if rank in self._gone:
@@ -236,22 +228,16 @@ def disagreement(arguments: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def ranks_of(model: Module) -> tuple[int, ...]:
-    """Return the global ranks that run a model together, ascending; empty if it runs in this process alone.
-
-    Its parameters are distributed over a device mesh, or it is wrapped for data parallelism: from outside, as a whole
-    or in part.
-    """
-    if default_store is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+    """Return the global ranks that run a sharded or data-parallel model together, ascending; empty if it runs alone."""
+    if _store() is None or dist.get_world_size() < 2:
         return ()
     found = max(_groups_of(model), key=len, default=())
     return found if len(found) > 1 and dist.get_rank() in found else ()
 
 
 def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
-    meshes = {
-        id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None
-    }
-    for mesh in meshes.values():
+    meshes = (getattr(weight, "device_mesh", None) for weight in model.parameters())
+    for mesh in {id(mesh): mesh for mesh in meshes if mesh is not None}.values():
         yield tuple(sorted(mesh.mesh.flatten().tolist()))
     for module in (active_data_parallel(), *model.modules()):
         if any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__):
@@ -273,13 +259,7 @@ class ModelRanks:
         self._again: int | None = None  # the pass that is announced
 
     def meet(self) -> None:
-        """Find the other ranks, and compare the arguments.
-
-        Raises
-        ------
-        ValueError
-            In all ranks, if arguments differ.
-        """
+        """Find the other ranks, and compare the arguments: if these differ, all ranks raise a `ValueError`."""
         model = self._model()
         self.exchange = Exchange.of("model", () if model is None else ranks_of(model))
         try:
@@ -302,10 +282,7 @@ class ModelRanks:
         warn(f"{lost} {ALONE}")
 
     def begins_again(self, number: int, *, wanted: bool) -> bool:
-        """Return whether everything is measured anew from this pass on, which is a multiple of `WINDOW`.
-
-        A rank in which it is `wanted` announces it.
-        """
+        """Return whether everything is measured anew from this pass on; a rank in which it is `wanted` announces it."""
         exchange, key = self.exchange, f"again {self._epoch}"
         if exchange.alone:
             return wanted

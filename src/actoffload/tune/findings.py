@@ -14,7 +14,7 @@ from ..planner import Variant, choose, frontier
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.plan import Plan
 from .costs import HOST_SECONDS, scaled_cost
-from .timed_pass import Peak
+from .meter import Peak
 
 MORE = 0.005  # part of the limit: less additional memory before a pass changes nothing
 LARGEST = 2**20  # times the measured inputs that are looked at

@@ -1,4 +1,4 @@
-"""Measure the passes of a model or the steps of a schedule: when groups begin and end, how fast copies are, and memory.
+"""Measure passes of a model and steps of a schedule: their time and peak, when groups begin and end, copies, memory.
 
 `[Note: memory of a step]`  A peak that is compared with the saved tensors at their own peak counts twice what a plan
 counts by itself.  So memory is read where groups and computations begin and end.  What is allocated inside of a group
@@ -11,23 +11,25 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module
 
+from .._torch.modules import opaque
+from .._torch.tensors import after_backward
 from ..device.base import Backend, Stream, StreamEvent, current_stream
+from ..engine.engine import Engine
 from ..engine.hooks import SHARERS
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, Pass
-from ..engine.statistics import Counters, TimelineRecorder
+from ..engine.statistics import Counters, Reason, TimelineRecorder
 from ..engine.storage import Residency, SavedStorage
 from ..schedule.pipeline import Computation, Step
 from ..schedule.timeline import Kind
@@ -70,11 +72,7 @@ Times: TypeAlias = dict[tuple[Kind, int, bool], float]
 
 
 class Meter(TimelineRecorder):
-    """Records borders of groups and copies, at a cost of some microseconds each.
-
-    With `memory` it also reads how much device memory is allocated at each border, which takes longer.  There it counts
-    the gradients of `modules`.
-    """
+    """Records borders of groups and copies; with `memory` what is allocated there, and the gradients of `modules`."""
 
     measures_model = True  # the device is kept busy, where events would measure the host
 
@@ -194,12 +192,27 @@ class Meter(TimelineRecorder):
         if not all(map(self._backend.passed, reversed(events))):
             self._backend.synchronize(self._backend.current_device())
 
+    @cached_property
     def times(self) -> dict[Hashable, Times]:
-        """Return by step the seconds of the device until each border, as if no copy had been waited for."""
-        stalled, found = self._stalls(), dict[Hashable, Times]()
+        """By step, the seconds of the device until each border, as if no copy had been waited for."""
+        first, elapsed = self.first, self._backend.elapsed
+        waits = [(begun, ended) for kind, _, begun, ended, _ in self._spans if kind is Kind.STALL]
+        stalls = [(elapsed(first, ended), elapsed(begun, ended)) for begun, ended in waits]
+        stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
+        until, stalled = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
+        found = dict[Hashable, Times]()
         for (step, kind, layer, ends), border in self.borders.items():
-            at = self._backend.elapsed(self.first, border.event)
-            found.setdefault(step, {})[kind, layer, ends] = at - stalled(at)
+            at = elapsed(first, border.event)
+            found.setdefault(step, {})[kind, layer, ends] = at - stalled[bisect_right(until, at)]
+        return found
+
+    def temporaries(self, stage: int | None = None) -> Mapping[int, list[int]]:
+        """Return by group, of a stage if given, the most bytes allocated for a time before each of its borders."""
+        found = defaultdict[int, list[int]](lambda: [0] * 4)
+        for (step, kind, group, ends), border in self.borders.items():
+            if stage is None or (isinstance(step, Step) and step.stage == stage):
+                place = 2 * (kind is Kind.BACKWARD) + ends
+                found[group][place] = max(found[group][place], border.temporary)
         return found
 
     def host_spans(self, kind: Kind, groups: Iterable[int]) -> dict[int, Span]:
@@ -207,15 +220,6 @@ class Meter(TimelineRecorder):
         at = {place[2:]: border.host for place, border in self.borders.items() if place[:2] == (PASS, kind)}
         ran = [k for k in groups if (k, True) in at]
         return spans({(kind, *place): host for place, host in at.items()}, kind, ran, at[ran[0], False]) if ran else {}
-
-    def _stalls(self) -> Callable[[float], float]:
-        """Return a function: for how many seconds compute had stalled at a time since the first border."""
-        first, elapsed = self.first, self._backend.elapsed
-        waits = [(begun, ended) for kind, _, begun, ended, _ in self._spans if kind is Kind.STALL]
-        stalls = [(elapsed(first, ended), elapsed(begun, ended)) for begun, ended in waits]
-        stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
-        ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
-        return lambda now: until[bisect_right(ends, now)]
 
     def copies(self, kind: Kind) -> list[Copy]:
         """Return the copies in one direction, in the order in which they ran."""
@@ -235,10 +239,7 @@ class Span(NamedTuple):
 
 
 def spans(times: Times, kind: Kind, groups: Iterable[int], now: float) -> dict[int, Span]:
-    """Return the time of each group in a forward or a backward that began at some moment, in the order of the groups.
-
-    One that backward never comes to, because nothing in it needs a gradient, has none.
-    """
+    """Return the times of groups in a forward or a backward from some moment on; 0 where backward never comes."""
     found = {}
     for k in groups:
         ended = times.get((kind, k, True))
@@ -289,8 +290,7 @@ def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
 WHOLE = -1  # in place of a group: the computation
 
 
-@dataclass(frozen=True)
-class StageMemory:
+class StageMemory(NamedTuple):
     """Bytes of a stage that a plan counts by itself."""
 
     boundary: int  # of each microbatch, from its forward to its last backward
@@ -299,11 +299,7 @@ class StageMemory:
 
 
 class StepMeter(Meter):
-    """Records the copies of a step of a schedule, its computations and their groups, and the memory at them.
-
-    It is installed as the recorder of the engine; the conductor calls `note` where a computation begins and ends.
-    By stage, `standing` is the memory that a plan counts by itself.
-    """
+    """Records a step of a schedule; by stage, `standing` is the memory that a plan counts by itself."""
 
     measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
@@ -322,23 +318,15 @@ class StepMeter(Meter):
         event = self._backend.record_timed(current_stream(self._backend))
         self.borders[place] = Border(event, self._backend.host_time())
 
-    def temporaries(self, stage: int) -> dict[tuple[Kind, int, bool], int]:
-        """Return the most bytes that a stage allocated for a time before each border."""
-        found: dict[tuple[Kind, int, bool], int] = {}
-        for (step, kind, layer, ends), border in self.borders.items():
-            if isinstance(step, Step) and step.stage == stage:
-                found[kind, layer, ends] = max(found.get((kind, layer, ends), 0), border.temporary)
-        return found
-
     def note(self, step: Step, ends: bool) -> None:
         """Note the time and the memory where a computation begins or ends."""
-        self._note_time((step, _kind(step.computation), WHOLE, ends))
+        self._note_time((step, kind_of(step.computation), WHOLE, ends))
         self._computing[step.stage] = step
         if ends:
             del self._computing[step.stage]
-        begins = step.computation is Computation.FORWARD and not ends
-        self._in_flight[step.stage] += begins
-        self._forwards[step.stage] += begins
+        if step.computation is Computation.FORWARD and not ends:
+            self._in_flight[step.stage] += 1
+            self._forwards[step.stage] += 1
         weights = step.computation in (Computation.BACKWARD, Computation.BACKWARD_WEIGHT)
         if weights and ends:
             self._with_gradients.add(step.stage)
@@ -371,42 +359,140 @@ class StepMeter(Meter):
         """Return what the stage of a pass computes; None if that is not followed."""
         return self._computing.get(owner.model) if isinstance(owner, ModelPass) else None
 
-    def computations(self, stage: int, computation: Computation) -> float | None:
-        """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
-        found = [ended - begun for begun, ended, _ in self._ran(stage, computation)]
-        return median(found) if found else None
 
-    def groups(self, stage: int, computation: Computation, count: int) -> list[Span] | None:
-        """Return the median times of each group in a computation of a stage; None if the step had none of it.
-
-        Where no group was seen, each has the same part of the computation.
-        """
-        ran = self._ran(stage, computation)
-        if not ran:
-            return None
-        kind = _kind(computation)
-        order = range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
-        found = [spans(times, kind, order, begun) for begun, _, times in ran if len(times) > 2]
-        if not found:
-            return [Span(0.0, median(ended - begun for begun, ended, _ in ran) / count)] * count
-        return [
-            Span(median(each[k].gap for each in found), median(each[k].seconds for each in found)) for k in range(count)
-        ]
-
-    def _ran(self, stage: int, computation: Computation) -> list[tuple[float, float, Times]]:
-        """Return begin and end of a computation of a stage for each microbatch, with the borders of its groups."""
-        kind = _kind(computation)
-        return [
-            (times[kind, WHOLE, False], times[kind, WHOLE, True], times)
-            for step, times in self._times.items()
-            if isinstance(step, Step) and (step.stage, step.computation) == (stage, computation)
-            if (kind, WHOLE, True) in times
-        ]
-
-    @cached_property
-    def _times(self) -> dict[Hashable, Times]:
-        return self.times()
-
-
-def _kind(computation: Computation) -> Kind:
+def kind_of(computation: Computation) -> Kind:
+    """Return whether a computation runs forward or backward."""
     return Kind.FORWARD if computation is Computation.FORWARD else Kind.BACKWARD
+
+
+# A pass or a step
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a pass or step showed in one rank."""
+
+    seconds: float
+    peak: int = 0  # bytes of device memory, with inputs of the size that the plan is for; 0 if not known
+    elements: int = 0  # of the inputs
+    ran: bool = True  # its groups were called
+    refused: bool = False  # saved tensors stayed on the device for lack of host memory
+
+
+class Peak(NamedTuple):
+    """The peak of device memory in a pass, in bytes, with the elements of its inputs and the bytes allocated before."""
+
+    nbytes: int = 0
+    elements: int = 0
+    allocated: int = 0
+
+    def at(self, elements: int, allocated: int = 0) -> int:
+        """Return the most that a pass takes with as many elements, and so much allocated before it.
+
+        Memory above `allocated` grows with the inputs, as activations do.  It is not scaled down for smaller ones.
+        """
+        inside = self.nbytes - self.allocated
+        if elements > self.elements > 0:  # [guard: inputs that are larger than those of a peak]
+            inside = -(-inside * elements // self.elements)
+        return max(self.allocated, allocated) + inside
+
+
+class TimedPass:
+    """One pass or step, which begins now: by group with a `meter`; with `memory` the host waits for it."""
+
+    def __init__(
+        self, engine: Engine, inputs: Sequence[torch.Tensor] = (), meter: Meter | None = None, *, memory: bool = True
+    ) -> None:
+        self._memory, self.meter = memory, meter
+        self._backend, self._counters = backend, counters = engine.backend, engine.counters
+        self.thread = threading.get_ident()  # that runs its forward
+        self.elements, self.tokens = sum(tensor.numel() for tensor in inputs), count_tokens(inputs)
+        self.ended: StreamEvent | None = None
+        self.operators: Any = None  # times of the operators of recomputed groups, if they are measured
+        self.sequence: tuple[int, ...] = ()
+        self.sizes: list[tuple[int, ...]] = []  # by group: bytes of the storages that it saves
+        self.adopted = 0  # bytes saved between the groups and offloaded with one
+        self.shared = 0  # bytes that many groups save
+        self.waiting = 0  # earlier passes whose backward is still to come
+        self.graphless = frozenset[int]()  # groups that ran and saved nothing, as they are frozen
+        self._refused_before = counters.tensors_kept[Reason.HOST_FULL]
+        self.peak = 0  # bytes of device memory, from its begin to its end; 0 if not known
+        self.allocated = (backend.allocated() or (0, 0))[0] if memory else 0  # bytes of device memory before it
+        self._begun = backend.record_timed(current_stream(backend))
+        if meter is not None:
+            engine.record(meter)
+
+    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+        """End with the first backward that comes to one of the outputs."""
+
+        def ended() -> None:
+            if self.ended is None and not self._backend.capturing():
+                self.end()
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        opaque(reached)
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    def end(self) -> None:
+        """End here."""
+        self.ended = self._backend.record_timed(current_stream(self._backend))
+        if self._memory:
+            self.peak = (self._backend.allocated() or (0, 0))[1]
+
+    def saw(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+        """Take what the groups saved in the forward."""
+        if self.sequence:
+            return
+        self.sequence, self.adopted = tuple(sequence), done.adopted
+        self.graphless = frozenset(k for k, layer in zip(sequence, done.layers, strict=False) if layer.no_graph)
+        self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
+        self.shared = shared_bytes(done.layers)
+
+    def shown(self, peak: int, *, ran: bool = True) -> Shown:
+        """Return what it showed; the peak is that for the inputs of the plan.  `ran`: its groups were called."""
+        refused = self._counters.tensors_kept[Reason.HOST_FULL] > self._refused_before
+        return Shown(self.seconds() if self._memory else 0.0, peak, self.elements, ran=ran, refused=refused)
+
+    def wait(self) -> None:
+        """Wait until the device has run it, with its copies."""
+        assert self.ended is not None
+        if not self._backend.passed(self.ended):
+            self._backend.synchronize(self._backend.current_device())
+        if self.meter is not None:
+            self.meter.wait()
+
+    @property
+    def largest(self) -> int:
+        """At most how many bytes the largest tensor of a pass has that was measured by group."""
+        assert self.meter is not None
+        saved = max((nbytes for sizes in self.sizes for nbytes in sizes), default=0)
+        return max((saved, *(border.temporary for border in self.meter.borders.values())))
+
+    def seconds(self) -> float:
+        """Wait until it has ended, and return how long it took."""
+        self.wait()
+        return self._backend.elapsed(self._begun, self.ended)
+
+    def outside(self) -> float:
+        """Return the seconds of it before its first group and behind the last one."""
+        assert self.meter is not None
+        elapsed = self._backend.elapsed
+        last = [*self.meter.borders.values()][-1].event
+        return elapsed(self._begun, self.meter.first) + elapsed(last, self.ended)
+
+    def highest(self) -> Peak:
+        """Return the peak of device memory in a pass that was measured by group, from its first border on."""
+        assert self.meter is not None
+        peak = before = 0
+        for border in self.meter.borders.values():
+            peak, before = max(peak, max(before, border.allocated) + border.temporary), border.allocated
+        return Peak(peak, self.elements, self.meter.allocated_before)
+
+
+def count_tokens(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the elements of the largest input of whole numbers, such as `input_ids`; of any, if there is none."""
+    whole = [tensor for tensor in inputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
+    return max((tensor.numel() for tensor in whole or inputs), default=0)

@@ -33,7 +33,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from .._text import milliseconds, register, size
 from ..schedule.plan import AnyPlan
-from .timed_pass import Shown, TimedPass
+from .meter import Shown, TimedPass
 
 TRACES = 2  # passes in which groups are traced
 FULL = 0.9  # part of the most elements of inputs so far, with which a pass counts
