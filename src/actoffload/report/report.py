@@ -307,35 +307,31 @@ def _cells(line: Sequence[GroupReport]) -> dict[str, str]:
     return cells
 
 
-def _look(group: GroupReport) -> tuple[object, ...]:
-    """Return what groups of one line have in common."""
-    cells = [cell for title, cell in _cells([group]).items() if title not in TIMES]
-    stalled = round((group.stall_seconds or 0.0) * 1e4)
-    return numberless(group.name), stalled, *cells
-
-
 def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
+
+    def look(group: GroupReport) -> tuple[object, ...]:
+        cells = (cell for title, cell in _cells([group]).items() if title not in TIMES)
+        return numberless(group.name), round((group.stall_seconds or 0.0) * 1e4), *cells
+
     groups, sums = report.groups, _cells([report.totals]) | {"offload": report.offloaded_share}
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     wanted = {"kind": kinds, "calls": calls, **dict.fromkeys(TIMES, report.times)}
     shown = [title for title, cell in sums.items() if cell != "-" and wanted.get(title, True)]
     rows = []
-    for line in fold(groups, _look):
+    for line in fold(groups, look):
         cells = _cells(line)
         rows.append((line_name([group.name for group in line], "groups"), *(cells[title] for title in shown)))
     if groups:
         rows.append(("total", *(sums[title] for title in shown)))
-    return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note="\n".join(_notes(report)))
-
-
-def _notes(report: Report) -> Iterator[str]:
+    notes = list[str]()
     if wasted := report.totals.bytes_wasted:
         why = "groups that are kept share the storages, or the execution order changed"
-        yield f"Wasted copies: {size(wasted)} were offloaded but stay on the device, because {why}."
+        notes.append(f"Wasted copies: {size(wasted)} were offloaded but stay on the device, because {why}.")
     if report.step_passes > 1:
         passes = f"the {report.step_passes} forward passes of the recorded step"
-        yield f"Times are sums over {passes}; bytes are of the last."
+        notes.append(f"Times are sums over {passes}; bytes are of the last.")
+    return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note="\n".join(notes))
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:

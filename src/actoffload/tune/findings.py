@@ -185,12 +185,15 @@ class Findings:
     def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None, *, proves: bool = False) -> Fit:
         """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
 
-        `tokens` are the elements of the largest of the inputs.  The pass may take `limit` bytes of device memory, by
-        default those of the device or the budget, and `host_bytes` of host memory.  If it `proves`, the limit has to
-        leave room for one tensor more: the first pass makes each value again beside the one that is there.
+        By default the `limit` is the memory of the device, or the budget.  If the pass `proves`, it has to leave room
+        for one tensor more: each value is made again beside the one that is there.
         """
         assert self.plan is not None
-        limit = self._limit_at(tokens, limit)
+        now, then = self.most(), self.most(max(tokens / self.tokens, 1.0))
+        if limit is not None:
+            limit -= self.reserve
+        else:  # larger tensors need a larger reserve
+            limit = self.limit if self.limit is None or now is None or then is None else self.limit - now + then
         if proves and limit is not None:
             saved = (each.nbytes for group in self.ways for way in group for each in way.cost.saved)
             limit -= math.ceil(tokens / self.tokens * max(saved, default=0))
@@ -229,13 +232,6 @@ class Findings:
             excess=math.ceil(max(factor, 1.0) * self.excess),
             outside=factor * self.outside,
         )
-
-    def _limit_at(self, tokens: int, limit: int | None = None) -> int | None:
-        """Return the limit for inputs of some size: larger tensors need a larger reserve."""
-        if limit is not None:
-            return limit - self.reserve
-        now, then = self.most(), self.most(max(tokens / self.tokens, 1.0))
-        return self.limit if self.limit is None or now is None or then is None else self.limit - now + then
 
     @cached_property
     def next_choice(self) -> str:
