@@ -19,10 +19,7 @@ LARGEST = 2**63 - 1  # what PyTorch and the containers of Python count with
 
 
 def check_whole(*, optional: bool = False, least: int | None = None, **arguments: object) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument that is not a whole number, or less than `least`.
-
-    If `optional`, they may be None.
-    """
+    """Raise an error for the first argument that is no whole number from `least` on; None if `optional`."""
     expected = ("a whole number" if least is None else f"a whole number, at least {least}") + ", or None" * optional
     for name, value in arguments.items():
         if optional and value is None:
@@ -79,10 +76,7 @@ def check_kinds(kind: type, *, optional: bool = False, **arguments: Any) -> None
 
 
 def number_of_bytes(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Return bytes that are given as a whole number or as text such as "24GiB"; None is no limit, if `optional`.
-
-    Raises a `TypeError` or a `ValueError` with the name of the argument for anything else.
-    """
+    """Return bytes that are given as a whole number or as text such as "24GiB"; None if `optional`."""
     nbytes = _bytes_of(value) if isinstance(value, str) else value
     if nbytes is None and optional and value is None:
         return None
@@ -134,11 +128,7 @@ def checked_limits(
 
 
 def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
-    """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known.
-
-    A budget is a number of bytes, text such as "24GiB", or a fraction of the device; anything else raises a `TypeError`
-    or a `ValueError`.
-    """
+    """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known."""
     expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
     if isinstance(budget, str):
         nbytes, least = _bytes_of(budget) or 0, 1

@@ -156,12 +156,7 @@ def written(message: Any, indent: int | None = None) -> bytes:
 
 
 def read(data: bytes) -> Any:
-    """Return the plain data that was written as some bytes; raises an `UnreadableError` if it is none.
-
-    >>> from actoffload._text import read, written
-    >>> read(written({1: (0.1, None, float("inf"))}))
-    {1: (0.1, None, inf)}
-    """
+    """Return the plain data that was written as some bytes; raises an `UnreadableError` if it is none."""
     try:
         return _made(json.loads(data))
     except Exception as error:  # whatever the classes raise for values that they do not take

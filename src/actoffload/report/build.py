@@ -45,10 +45,7 @@ class PassStatistics(NamedTuple):
 
 
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
-    """Return the statistics of a pass whose forward has just ended; `labels` are the names and kinds of its groups.
-
-    The caller has the lock of the pass.
-    """
+    """Return the statistics of a locked pass whose forward has just ended; `labels` are names and kinds of groups."""
     stay, expected, freed, later = done.roles.stay, 0, 0, 0
     if not done.roles.planned:  # the program calls for each transfer
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
@@ -143,10 +140,7 @@ class PassLog:
 
     @contextmanager
     def record(self, engine: Engine, modules: Callable[[], Mapping[Module, str]] = dict) -> Iterator[Recording]:
-        """Record a ``with`` block; the recording before stays if no pass ends in it.
-
-        `modules` returns the modules of a model with their names.
-        """
+        """Record a ``with`` block; the recording before stays if no pass ends in it."""
         recording = Recording(TimelineRecorder(engine.backend, engine.counters), modules)
         before, self.recording = self.recording, recording
         engine.record(recording.recorder)

@@ -57,10 +57,7 @@ def measured_link(meter: Meter) -> Link | None:
 
 
 def probed_link(backend: Backend, room: int | None) -> Link | None:
-    """Return the rates of one copy in each direction, where the leanest pass has copied nothing.
-
-    None where the `room` for offloading in host memory is less than that, or no host memory can be page-locked.
-    """
+    """Return the rates of one copy in each direction; None if the `room` in host memory is less than that, or none."""
     if room is not None and room < PROBE:
         return None
     device, stream = backend.current_device(), backend.new_stream(backend.current_device())
@@ -267,10 +264,7 @@ class StageFacts:
 
 
 def kept_outputs(stage: int, learned: StageFacts) -> tuple[int, int]:
-    """Return the bytes of outputs that a stage keeps of a microbatch until its last backward, and until the step ends.
-
-    Those that are saved do not count.
-    """
+    """Return the bytes of outputs that are not saved, and kept until the last backward, and until the step ends."""
     nbytes = learned.boundary.get(stage, 0)
     return (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
 
@@ -310,10 +304,7 @@ def stage_cost(
 
 
 def _group_times(stage: int, count: int, meter: StepMeter | None, *, split: bool) -> list[tuple[Span, Span, float]]:
-    """Return the times of the forward and the backward of each group, and the seconds of it that are of weights alone.
-
-    What a step did not show is the same for all groups.
-    """
+    """Return the times of each group in forward and backward, and the seconds for its weights; even if not known."""
     even = [(Span(0.0, 1.0), Span(0.0, 2.0), 1.0)] * count
     if meter is None:
         return even
@@ -355,10 +346,7 @@ def _seconds(ran: Sequence[Times], kind: Kind) -> float:
 
 
 def _median_spans(ran: Sequence[Times], kind: Kind, count: int) -> list[Span] | None:
-    """Return the median times of each group in a computation; None if there was none.
-
-    Where no group was seen, each has the same part of the computation.
-    """
+    """Return the median times of each group in a computation, equal parts if no group was seen; None without any."""
     if not ran:
         return None
     order = range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)

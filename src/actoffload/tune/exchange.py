@@ -206,13 +206,7 @@ def _ended(rank: int) -> str:
 
 
 def disagreement(arguments: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return which argument of `offload` differs between two ranks, in a sentence; empty if none does.
-
-    >>> from actoffload.tune.exchange import disagreement
-    >>> wrong = disagreement({0: {"fraction": 0.5}, 1: {"fraction": None}})
-    >>> wrong.endswith("fraction is 0.5 on rank 0 and None on rank 1. Pass the same on every rank.")
-    True
-    """
+    """Return which argument of `offload` differs between two ranks, in a sentence; empty if none does."""
     (first, own), *others = arguments.items()
     for rank, theirs in others:
         for name, value in own.items():

@@ -90,14 +90,11 @@ Of 2 groups 0 are offloaded and 0 recomputed.
 
 
 class Room(NamedTuple):
-    """Bytes of device memory that a pass may take, None for no limit, and what the leanest pass has shown.
+    """What a rank has for a pass."""
 
-    That is its peak, and the link, with all ranks copying; None if nothing can be copied.
-    """
-
-    limit: int | None = None
-    peak: Peak = Peak()
-    link: Link | None = None
+    limit: int | None = None  # bytes of device memory
+    peak: Peak = Peak()  # of the leanest pass
+    link: Link | None = None  # with all ranks copying; None if nothing can be copied
 
 
 @dataclass
@@ -132,10 +129,7 @@ class Findings:
     host_limit: int | None = None  # bytes of host memory that a pass may take
 
     def for_all(self, rooms: Sequence[Room], own: Room, allocated: int) -> Findings:
-        """Return what the first of some ranks found, for one with its `own` room and so much allocated before a pass.
-
-        The plan fits in all of them, with inputs as large as the largest of all.
-        """
+        """Return what the first rank found, for one with its `own` room; the plan is for the largest inputs of all."""
         largest = max(room.peak.elements for room in rooms)  # [guard: ranks whose inputs were short]
         found = self._scaled(largest / self.size) if largest > self.size > 0 else replace(self)
         links = [room.link for room in rooms if room.link is not None]
@@ -262,10 +256,7 @@ class Findings:
         return known.at(elements, in_use - self.shift if counts else 0) <= max(self.limit, known.nbytes)
 
     def peak_in(self, peak: Peak) -> int:
-        """Return the peak of a pass in this rank as it would be in the first one, with the inputs of the plan.
-
-        It is 0 if it is not known.
-        """
+        """Return a peak in this rank as it would be in the first one, with the inputs of the plan; 0 if not known."""
         if self.in_flight > 1 or not peak.nbytes:
             return 0
         # [guard: peaks of passes with smaller inputs or less memory before]

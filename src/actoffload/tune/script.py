@@ -95,10 +95,7 @@ Steps: TypeAlias = Generator[Stage, None, T]
 
 
 class Script(ABC, Generic[P]):
-    """What the first passes are for: `run` is advanced when one begins, and yields what that is for.
-
-    A class for models and one for pipelines say what is measured, and how plans follow from it.
-    """
+    """What the first passes are for; classes for models and pipelines say what is measured, and how plans follow."""
 
     unit = "pass"
     times = True  # time is measured
@@ -130,10 +127,7 @@ class Script(ABC, Generic[P]):
 
     @abstractmethod
     def replanned(self, excess: Sequence[int], best: Trial[P] | None) -> tuple[P, ...]:
-        """Return plans that leave `excess` bytes free, or none; after the trial of the best ones those of whole replay.
-
-        The prediction of a plan includes its excess.
-        """
+        """Return plans that leave `excess` bytes free, which count in their peaks; whole replay after the `best`."""
 
     @abstractmethod
     def follow(self, plans: tuple[P, ...]) -> None:
