@@ -216,10 +216,7 @@ class _Model(Ranks):
         *,
         holds: bool,
     ) -> None:
-        stages, variants = (
-            model_stages([group[0].cost for group in groups]),
-            {k: [each] for k, each in enumerate(groups)},
-        )
+        stages, variants = model_stages([group[0].cost for group in groups]), dict(enumerate([each] for each in groups))
         super().__init__([model_order(len(groups))], stages, link, variants, knobs, host_seconds)
         self._names, self._host_seconds, self._holds = tuple(names), host_seconds, holds
 

@@ -196,28 +196,24 @@ class GroupPlans:
     """The plans of a schedule for sequences of groups, given the kind of each chosen module."""
 
     def __init__(self, schedule: GroupSchedule, kinds: Sequence[str]) -> None:
-        self.schedule = schedule
         self._kinds = tuple(kinds)
         # Of the latest pass; before the first one, the order in which modules are registered.
         self.order: tuple[int, ...] = tuple(range(len(kinds)))
+
+        @lru_cache(maxsize=64)  # a model's order may change all the time
+        def roles(sequence: tuple[int, ...]) -> Roles:
+            return Roles.of(schedule.plan([kinds[group] for group in sequence]), planned=True)
+
+        self.roles = roles  # of the layers in the plan for a sequence
 
     def kinds(self, sequence: Sequence[int]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
         return [self._kinds[group] for group in sequence]
 
-    def roles(self, sequence: tuple[int, ...]) -> Roles:
-        """Return the roles of the layers in the plan for a sequence."""
-        return _roles(self.schedule, tuple(self.kinds(sequence)))
-
     def learn(self, sequence: Sequence[int]) -> None:
         """Set the execution order of the latest pass."""
         if sequence:
             self.order = tuple(sequence)  # [guard: learned execution order]
-
-
-@lru_cache(maxsize=64)  # a model's order may change all the time
-def _roles(schedule: GroupSchedule, kinds: tuple[str, ...]) -> Roles:
-    return Roles.of(schedule.plan(kinds), planned=True)
 
 
 # Roles
