@@ -11,23 +11,25 @@ from actoffload.schedule import Kind, LayerCost, Link, Plan, Saved, Simulation, 
 
 
 class Work(torch.autograd.Function):
-    """Computes for a while in forward and in backward, and saves tensors of some sizes when forward ends.
+    """Computes for a while in forward and in backward, and saves tensors of some bytes when forward ends.
 
-    A device that counts its memory is given the tensors.
+    A device that counts its memory is given the tensors, which are floats then.  Others are integers, which are copied
+    as soon as they are saved, and not when the next operator saves.
     """
 
     @staticmethod
     def forward(ctx, x, device, seconds, *sizes):
         device.compute(seconds[0])
         ctx.device, ctx.seconds = device, seconds[1]
-        saved = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
-        ctx.save_for_backward(*map(getattr(device, "count", lambda tensor: tensor), saved))
+        if hasattr(device, "count"):
+            ctx.save_for_backward(*(device.count(torch.zeros(nbytes // 4)) for nbytes in sizes))
+        else:
+            ctx.save_for_backward(*(torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes))
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # waits for all of them
-        assert all(tensor.dtype is torch.uint8 for tensor in saved)
         ctx.device.compute(ctx.seconds)
         return grad, *[None] * (2 + len(saved))
 
