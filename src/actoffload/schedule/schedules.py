@@ -154,13 +154,6 @@ class ExecutionOrder(Generic[Key]):
 
     A group that is skipped is removed.  A group that runs out of order, because it is called a second time or was
     skipped before, is inserted.
-
-    >>> from actoffload.schedule.schedules import ExecutionOrder
-    >>> order = ExecutionOrder("abcd")
-    >>> order.start("a"), order.start("c")
-    (True, False)
-    >>> order.sequence
-    ('a', 'c', 'd')
     """
 
     def __init__(self, earlier: Sequence[Key]) -> None:
