@@ -10,11 +10,10 @@ angles of rotary embeddings, it keeps until its backward, so a copy of them from
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from ..engine.passes import ModelPass
 from ..replay.policy import Policy
@@ -24,42 +23,39 @@ from .follow import ModelState
 from .replays import OperatorTimes
 
 
-class Mode(enum.Enum):
-    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
-
-    IDLE = "nowhere"
-    SCOPED = "in the groups that are offloaded or recomputed"
-    WHOLE = "in the whole forward"
-
-
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
+    """How a forward is followed: the expected order of the groups, and what a plan for an order means."""
 
-    mode: Mode
     order: Sequence[int] = ()
     roles_of: Callable[[tuple[int, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
+    scoped: bool = False  # hooks are installed only in groups that are offloaded or recomputed, see [Note: modes]
     operators: OperatorTimes | None = None  # takes what the first calls of groups show
     begun: Callable[[ModelPass[int]], None] | None = None  # called with the pass before its first group
 
 
-class Steering(Protocol):
+class Steering:
     """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Return how the forward that begins now is followed.
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
+        """Return how the forward that begins now is followed; None if it is not.
 
         `inputs` are the arguments and keyword arguments of the module that is called.  If it is `alone`, that is a
         group and not the model itself; if it is `busy`, another thread runs a forward of the model.
         """
+        raise NotImplementedError
 
     def forward_ends(self, output: Any) -> None:
         """Note that the model returns `output`."""
-        return
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
-        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`."""
+        """Learn the sequence of the groups, and what they saved in a followed forward that has ended."""
+        self._state.plans.learn(sequence)
+        self._state.log.forward_done(done, sequence)
 
     @property
     def settling(self) -> bool:
@@ -67,11 +63,11 @@ class Steering(Protocol):
         return False
 
     def retire(self) -> None:
-        """Stop measuring: the model is followed no longer, or something else steers."""
-        return
+        """Stop measuring: the model is followed no longer."""
 
     def plan(self) -> Plan:
         """Return the present plan."""
+        raise NotImplementedError
 
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
@@ -138,7 +134,8 @@ class Fixed(Steering):
     def __init__(
         self, state: ModelState, plan: Plan | None, recompute: Mapping[int, Policy], because: str = ""
     ) -> None:
-        self._state, self._recompute, self._because = state, recompute, because
+        super().__init__(state)
+        self._recompute, self._because = recompute, because
         self._given = None if plan is None else RolesOfPlan(state, plan, {})
         if self._given is not None:
             self._recompute = {k: policy for k, policy in self._given.recompute.items() if k in recompute}
@@ -147,20 +144,20 @@ class Fixed(Steering):
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or with a plan the groups that it offloads if that is enough."""
+        plans = self._state.plans
+        if self._given is None:
+            return PassSettings(plans.order, plans.roles, self._recompute)
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
         unseen = self._followed < (2 if self._recompute else 1)
-        whole = self._given is None or alone or busy or self._state.log.records or self._adopts or unseen
-        roles = self._state.plans.roles if self._given is None else self._given.roles
-        return PassSettings(Mode.WHOLE if whole else Mode.SCOPED, self._state.plans.order, roles, self._recompute)
+        whole = alone or busy or self._state.log.records or self._adopts or unseen
+        return PassSettings(plans.order, self._given.roles, self._recompute, scoped=not whole)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
-        """Learn the order of the groups."""
-        plans = self._state.plans
+        """Learn whether a forward has to be followed as a whole."""
         if not done.partly:
             self._followed += 1
             self._adopts = done.adopted > 0
-        plans.learn(sequence)
-        self._state.log.forward_done(done, sequence)
+        super().pass_ends(done, sequence)
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""

@@ -32,7 +32,7 @@ from ..schedule.schedules import ExecutionOrder
 from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
 from .replays import Replays, RunningCall
 from .reporting import TITLE, coverage_warning, what_holds_memory
-from .steering import Mode, PassSettings, Steering
+from .steering import PassSettings, Steering
 
 
 @dataclass(eq=False, slots=True)
@@ -52,8 +52,7 @@ class ThreadState(threading.local):
         self.owned: ModelTensors | None = None
         self.calls: list[Call] = []
         self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
-        self.scoped = False  # they are installed in groups that are offloaded
-        self.settings = PassSettings(Mode.IDLE)
+        self.settings = PassSettings()
         self.idle = False  # a forward runs that is not followed
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
@@ -157,7 +156,7 @@ class Tracker:
             self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             current = None
         settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
-        if settings.mode is Mode.IDLE:
+        if settings is None:
             thread.calls.append(Call(followed))
             thread.idle = True
             self._running.add(threading.get_ident())  # thread in a forward that is not followed
@@ -167,20 +166,20 @@ class Tracker:
             self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
             return False
         self.replays.forward_begins()
-        thread.scoped, thread.settings = settings.mode is Mode.SCOPED, settings
+        thread.settings = settings
         if not alone or current is None:
             for message in lost_modules(self._state.modules):
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
             order, owned = ExecutionOrder(settings.order), GroupTensors(None, thread.owned)
-            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=thread.scoped)
+            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=settings.scoped)
             if settings.begun is not None:
                 settings.begun(current)
             thread.current, self._latest = current, ref(current)
         thread.packer = Packer()
         thread.backends = len(running.backends)
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
-        if not thread.scoped:
+        if not settings.scoped:
             thread.hooks.install()  # [guard: saved-tensor hooks]
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
@@ -218,7 +217,7 @@ class Tracker:
         thread = self._thread
         current, call = thread.current, thread.calls[-1]
         assert current is not None
-        if thread.scoped and not self._install_here(current, call):
+        if thread.settings.scoped and not self._install_here(current, call):
             return
         if call.followed.role is ROOT:
             thread.packer.take_for(current, current.between)
@@ -324,7 +323,8 @@ class Tracker:
         call.layer = None
         current.forward_end(layer)
         layer.owned.forget()  # [guard: weights that a group refers to]
-        if not self._thread.scoped or layer.index in current.roles.reached or self._engine.recorder is not None:
+        scoped = self._thread.settings.scoped and self._engine.recorder is None
+        if not scoped or layer.index in current.roles.reached:
             layer.watch(leaves(output), current.backward_reached)
 
     def _end_forward(self, *, finished: bool) -> None:

@@ -32,7 +32,7 @@ from ..tune.meter import Meter, Peak, Shown, TimedPass
 from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Script, Stage, Steps, Trial, fits
 from .follow import ModelState
 from .replays import OperatorTimes
-from .steering import Mode, PassSettings, RolesOfPlan, recomputing, scheduled_plan
+from .steering import PassSettings, RolesOfPlan, Steering, recomputing, scheduled_plan
 
 T = TypeVar("T")
 
@@ -219,7 +219,7 @@ def _compute_seconds(cost: LayerCost) -> float:
     return cost.gap_forward + cost.forward + cost.gap_backward + cost.backward
 
 
-class Tuner:
+class Tuner(Steering):
     """Gives each pass its purpose, and keeps the plan as long as it fits.
 
     `budget` is the device memory in bytes that forward and backward may take, None for all that there is.  `policies`
@@ -229,7 +229,8 @@ class Tuner:
     def __init__(
         self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: ModelRanks, *, always: bool
     ) -> None:
-        self._state, self._engine, self._log = state, state.engine, state.log
+        super().__init__(state)
+        self._engine = state.engine
         self._policies, self._ranks, self._budget = policies, ranks, budget
         self._always: Mapping[int, Policy] = policies if always else {}
         self._lock = threading.Lock()
@@ -283,7 +284,7 @@ class Tuner:
 
     # One pass
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
             self._alone = alone and not busy
@@ -317,13 +318,10 @@ class Tuner:
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Take what a forward saved."""
-        self._state.plans.learn(sequence)
-        timed = self._timed if self._timed is not None and self._timed.thread == threading.get_ident() else None
-        if timed is not None:
-            timed.saw(done, sequence)
-        self._log.forward_done(done, sequence)
-        if timed is not None:
-            timed.waiting = self._log.waiting(done)
+        super().pass_ends(done, sequence)
+        if self._timed is not None and self._timed.thread == threading.get_ident():
+            self._timed.saw(done, sequence)
+            self._timed.waiting = self._state.log.waiting(done)
 
     def retire(self) -> None:
         """Stop measuring."""
@@ -382,7 +380,7 @@ class Tuner:
             logger.warning("The device ran out of memory with the plan of %s: %s.", self._state.root.name, less)
         self._failed = failed
 
-    def _measured_pass(self, tensors: Sequence[Any]) -> PassSettings:
+    def _measured_pass(self, tensors: Sequence[Any]) -> PassSettings | None:
         """Return how a pass of the script is followed."""
         stage, engine, backend = self.stage, self._engine, self._engine.backend
         meter = None
@@ -400,20 +398,19 @@ class Tuner:
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        return PassSettings(
-            Mode.WHOLE, self._state.plans.order, lambda order: roles(len(order)), self._policies, operators
-        )
+        order, roles_of = self._state.plans.order, lambda order: roles(len(order))
+        return PassSettings(order, roles_of, self._policies, operators=operators)
 
-    def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings:
+    def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
         """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
         roles = self._roles_of(found)
         if not (whole or roles.plan.offloaded or roles.recompute):
             self._engine.counters.passes += 1
-            return PassSettings(Mode.IDLE)
-        mode = Mode.WHOLE if whole or found.adopts else Mode.SCOPED
-        return PassSettings(mode, self._state.plans.order, roles.roles, roles.recompute)
+            return None
+        scoped = not (whole or found.adopts)
+        return PassSettings(self._state.plans.order, roles.roles, roles.recompute, scoped)
 
-    def _whole(self) -> PassSettings:
+    def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
@@ -461,7 +458,7 @@ class Tuner:
         wanted = self._larger >= LARGER or not chosen.fits(0, in_use)
         return self._ranks.begins_again(self._number, wanted=wanted)
 
-    def _settled_pass(self, elements: int, in_use: int) -> PassSettings:
+    def _settled_pass(self, elements: int, in_use: int) -> PassSettings | None:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None

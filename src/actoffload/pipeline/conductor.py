@@ -53,7 +53,7 @@ class Conductor:
         self.learned = StageFacts()
         self.plan: PipelinePlan | None = None
         self.training = False  # a step with backward is in progress
-        self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]
+        self.scoped = False  # only groups that are offloaded are followed, see `steering` [Note: modes]
         self._steps: Mapping[Step, int] = {}  # of the plan
         self._ran: list[Step] = []
         self._done: dict[Step, int] = {}  # in progress, and in the plan: the last position whose actions are done

@@ -18,7 +18,7 @@ from ..model.follow import FollowedModule, ModelState, handle_of, refuse_scripte
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
 from ..model.select import Names, choose, choose_kept, find_modules
-from ..model.steering import Mode, PassSettings, Steering
+from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule, Roles, leanest_calls
@@ -62,8 +62,8 @@ class StageSteering(Steering):
     """
 
     def __init__(self, stage: int, conductor: Conductor, state: ModelState, policies: Mapping[int, Policy]) -> None:
-        self._stage, self._conductor = stage, conductor
-        self._state, self._plans, self._policies = state, state.plans, policies
+        super().__init__(state)
+        self._stage, self._conductor, self._policies = stage, conductor, policies
         self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
         self._latest: tuple[Group, ...] = ()  # in the latest microbatch
         self._groups_of_saved: tuple[int, ...] = ()  # which they are
@@ -82,7 +82,7 @@ class StageSteering(Steering):
     @property
     def known(self) -> bool:
         """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
-        return bool(self.saved) and self._groups_of_saved == self._plans.order
+        return bool(self.saved) and self._groups_of_saved == self._state.plans.order
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class StageSteering(Steering):
     def gradients(self) -> tuple[int, ...]:
         """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
         seen, found = set[Parameter](), list[int]()
-        for group in self._plans.order:
+        for group in self._state.plans.order:
             new = set(self._state.groups[group].module.parameters()) - seen
             missing = (weight for weight in new if weight.requires_grad and weight.grad is None)
             found.append(sum(getattr(weight, "_local_tensor", weight).nbytes for weight in missing))
@@ -103,25 +103,25 @@ class StageSteering(Steering):
     @property
     def groups(self) -> list[FollowedModule]:
         """The groups in the order of the latest forward."""
-        return [self._state.groups[group] for group in self._plans.order]
+        return [self._state.groups[group] for group in self._state.plans.order]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups, in the order of the latest forward."""
         return self._state.names()
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
         """Return how the forward of a microbatch is followed.
 
         Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
         """
         conductor = self._conductor
-        microbatch, order = conductor.forward_of(self._stage), self._plans.order
+        microbatch, order = conductor.forward_of(self._stage), self._state.plans.order
         if microbatch is None and (alone or not conductor.training):
-            return PassSettings(Mode.IDLE)
+            return None
         if microbatch is None:  # the metadata inference of the schedule
-            return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
-        offloaded, mode = None, Mode.WHOLE
+            return PassSettings(order, lambda order: Roles.leanest(len(order)), self._policies)
+        offloaded, scoped = None, False
         if microbatch.planned:
             plan, key = conductor.plan, (microbatch.stage, microbatch.number)
             assert plan is not None
@@ -129,15 +129,16 @@ class StageSteering(Steering):
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
             if conductor.scoped and not self.adopts and not self._state.log.records:
                 every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
-                mode = Mode.SCOPED if plan.transfers or self._policies or not every else Mode.IDLE
+                if every and not plan.transfers and not self._policies:
+                    return None
+                scoped = True
         begun = partial(conductor.pass_begins, microbatch)
         roles = lambda order: _roles(len(order), offloaded)  # noqa: E731
-        return PassSettings(mode, order, roles, self._policies, self.operators, begun)
+        return PassSettings(order, roles, self._policies, scoped, self.operators, begun)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
-        self._plans.learn(sequence)
-        self._state.log.forward_done(done, sequence)
+        super().pass_ends(done, sequence)
         self.adopts |= done.adopted > 0
         if done.model is None:  # the metadata inference, whose inputs nothing else references
             return
@@ -176,7 +177,7 @@ class StageSteering(Steering):
 
     def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
-        order, plan = self._plans.order, self._conductor.plan
+        order, plan = self._state.plans.order, self._conductor.plan
         offloaded: Collection[int] = range(len(order))
         if plan is not None:
             offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0)}
