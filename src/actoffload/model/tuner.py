@@ -243,24 +243,24 @@ class Tuner(Steering):
         self._larger = 0  # passes in a row that do not fit with the plan that is kept
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._short = 0  # bytes that earlier plans counted on and did not find
-        self.stage: Stage | None = None  # of the present pass; None once there is a plan
-        self._steps: Steps[tuple[Plan, ...]] | None = None  # None once there is a plan
         self._engine.doubling = True
         self._begin(1)
 
     def _begin(self, number: int, allocated: int = 0) -> None:
         """Run the script from this pass on; `allocated`: bytes before a pass that may come again."""
-        self._begun, self.stage = number, Stage.FIRST
+        self._drop()
+        self._begun = number
         found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
         self._script = ModelScript(self._state, found, {} if self._always else self._policies, self._ranks)
-        self._steps = self._script.run()
+        self._steps: Steps[tuple[Plan, ...]] = self._script.run()
+        self.stage: Stage | None = next(self._steps)  # of the present pass; None once there is a plan
 
     # What is known
 
     @property
     def settling(self) -> bool:
         """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
-        return self._steps is not None and not self._alone and self._script.missed <= MISSED
+        return self.stage is not None and not self._alone and self._script.missed <= MISSED
 
     def plan(self) -> Plan:
         """Return the plan, or what is done until there is one."""
@@ -300,13 +300,13 @@ class Tuner(Steering):
             elements = sum(tensor.numel() for tensor in tensors)
             in_use = self._engine.backend.in_use() or 0
             self._look_for_failures()
-            if self._steps is None and self._number % WINDOW == 0 and self._renews(in_use):
+            if self.stage is None and self._number % WINDOW == 0 and self._renews(in_use):
                 self._begin(self._number)
-            if self._steps is not None:
+            if self.stage is not None and self._number > self._begun:
                 self._advance(elements, in_use)
             if aside:
                 return self._whole()
-            if self._steps is None:
+            if self.stage is None:
                 return self._settled_pass(elements, in_use)
             return self._measured_pass(tensors)
 
@@ -346,29 +346,21 @@ class Tuner(Steering):
         script = self._script
         script.timed, script.elements, script.in_use = self._drop(), elements, in_use
         try:
-            assert self._steps is not None
             self.stage = next(self._steps)
         except StopIteration as stop:
             if stop.value is not None:
                 self._settle(stop.value[0])
             else:  # an interrupt had ended it
                 self._ranks.leave()
-                self._restart()
+                self._begin(self._number)
         except OutdatedError:
             # Where other passes are in progress, their memory goes again.
-            self._restart(0 if script.found.in_flight > 1 else in_use)
+            self._begin(self._number, 0 if script.found.in_flight > 1 else in_use)
         except LostRankError as lost:
             self._ranks.lose(lost)
+            self.stage = None
             if self._chosen is None:
-                self._restart()
-            else:
-                self._steps = self.stage = None
-
-    def _restart(self, allocated: int = 0) -> None:
-        """Begin again with this pass."""
-        self._begin(self._number, allocated)
-        assert self._steps is not None
-        self.stage = next(self._steps)
+                self._begin(self._number)
 
     def _look_for_failures(self) -> None:
         """Run the script again, for less memory, if the device ran out of it with a plan."""
@@ -431,7 +423,7 @@ class Tuner(Steering):
         """Keep a plan from now on."""
         chosen = self._chosen = self._script.found
         chosen.plan = plan
-        self._steps = self.stage = None
+        self.stage = None
         self._settled, self._larger = self._number, 0
         needed = plan.offloaded_bytes * chosen.in_flight
         if not needed or needed < self._script.pinned:
