@@ -11,9 +11,8 @@ from torch import nn
 from whole_model import offload
 
 from actoffload._text import name_pattern
-from actoffload.model.blocks import BLOCK, MODULE, find_stacks
 from actoffload.model.follow import GROUP
-from actoffload.model.select import Names, find_modules
+from actoffload.model.groups import BLOCK, MODULE, Names, find_modules, find_stacks
 
 
 def groups(model, layers=None, keep=()):

@@ -81,9 +81,6 @@ def test_a_graph_that_is_edited_runs_edited_also_after_removal(which):
     assert torch.equal(model(data()), after)
 
 
-# Classes
-
-
 # Calls of forward
 
 

@@ -12,8 +12,7 @@ from recomputing import whole_model
 from whole_model import offload
 
 from actoffload._text import name_pattern
-from actoffload.model.blocks import BLOCK, block_type
-from actoffload.model.select import Names, choose
+from actoffload.model.groups import BLOCK, Names, block_type, choose
 
 
 def check(model, *args, **kwargs):

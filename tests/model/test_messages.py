@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload._text import UnreadableError, read, written
-from actoffload.pipeline.planning import RankCosts, Settings
+from actoffload.pipeline.first_steps import RankCosts
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.costs import StageCost
 from actoffload.schedule.pipeline import Computation, Step
-from actoffload.tune.exchange import Exchange, LostRankError
+from actoffload.tune.exchange import Exchange, LostRankError, Settings
 from actoffload.tune.findings import Findings, Room
 from actoffload.tune.meter import Peak, Shown
 

@@ -173,9 +173,6 @@ def test_a_report_keeps_no_memory_and_no_graph():
         assert timeline.nbytes(Kind.D2H) == 8 * UNIT
 
 
-# Advice
-
-
 # Who holds it
 
 

@@ -21,10 +21,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from actoffload._text import name_pattern
-from actoffload.model import select
-from actoffload.model.blocks import BLOCK, find_stacks
+from actoffload.model import groups
 from actoffload.model.follow import FollowedModule
-from actoffload.model.select import Names, check_entries
+from actoffload.model.groups import BLOCK, Names, check_entries, find_stacks
 
 
 def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
@@ -33,11 +32,11 @@ def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
 
 
 def choose(root: nn.Module, layers) -> list[FollowedModule]:
-    return select.choose(Names(root), layers)
+    return groups.choose(Names(root), layers)
 
 
 def kept(root: nn.Module, keep) -> list[str]:
-    return [each.name for each in select.choose_kept(Names(root), keep)]
+    return [each.name for each in groups.choose_kept(Names(root), keep)]
 
 
 def names(chosen: list[FollowedModule]) -> list[str]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from actoffload.pipeline.first_steps import FirstSteps
-from actoffload.pipeline.planning import Limits, Plans, RankCosts, agreed, plans_of
+from actoffload.pipeline.first_steps import FirstSteps, Limits, Plans, RankCosts, agreed, plans_of
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
 from actoffload.tune.script import Trial

@@ -11,7 +11,6 @@ saved tensors again, in several calls of autograd, and frees them.  What was rel
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ class Conductor:
         self._ran: list[Step] = []
         self._done: dict[Step, int] = {}  # in progress, and in the plan: the last position whose actions are done
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
-        self._forwards = threading.local()
+        self._forwards: dict[int, Microbatch] = {}  # in progress, by stage
         self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
 
     def follow(self, plan: PipelinePlan | None) -> None:
@@ -86,8 +85,7 @@ class Conductor:
 
     def _clear(self) -> None:
         with self.engine.lock:
-            self._ran, self._done, self._microbatches = [], {}, {}
-            self._forwards.__dict__.clear()
+            self._ran, self._done, self._microbatches, self._forwards = [], {}, {}, {}
 
     # Computations
 
@@ -114,7 +112,7 @@ class Conductor:
             key = step.stage, step.microbatch
             if step.computation is Computation.FORWARD:
                 found = Microbatch(step.stage, step.microbatch, planned=step in self._steps)
-                self._microbatches[key] = vars(self._forwards)[str(step.stage)] = found
+                self._microbatches[key] = self._forwards[step.stage] = found
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
@@ -130,7 +128,7 @@ class Conductor:
         with self.engine.lock:
             owner = microbatch.owner
             if computation is Computation.FORWARD:
-                vars(self._forwards).pop(str(step.stage), None)
+                self._forwards.pop(step.stage, None)
                 if owner is not None and not self.scoped:  # otherwise some tensors are saved unseen
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
@@ -158,9 +156,8 @@ class Conductor:
     # Passes
 
     def forward_of(self, stage: int) -> Microbatch | None:
-        """Return the microbatch whose forward on a stage runs in this thread."""
-        found: Microbatch | None = vars(self._forwards).get(str(stage))
-        return found
+        """Return the microbatch whose forward on a stage runs."""
+        return self._forwards.get(stage)
 
     def pass_begins(self, microbatch: Microbatch, owner: ModelPass[int]) -> None:
         """Follow the pass of a microbatch."""

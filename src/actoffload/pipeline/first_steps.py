@@ -1,31 +1,139 @@
 """The first steps of a schedule on one rank: what is measured in them, and what they showed.
 
 They are the first passes of a model, see `script` [Note: the first passes]: of all stages and microbatches at once.
+Every rank makes the plans of all ranks, from what they have exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from .._text import milliseconds, register, size
 from .._warnings import warn
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
-from ..planner import Variant
+from ..planner import Variant, plan_pipeline
 from ..replay.policy import Policy
-from ..schedule.costs import LayerCost, Link, StageCost
-from ..schedule.pipeline import PipelinePlan
+from ..schedule.costs import LayerCost, Link, Saved, StageCost
+from ..schedule.pipeline import Computation, PipelinePlan, Step
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
+from ..tune.exchange import PipelineRanks
 from ..tune.meter import Shown, StageMemory, StepMeter, TimedPass
-from ..tune.script import Script, Stage, Trial
+from ..tune.script import Script, Stage, Trial, fits
 from .conductor import Conductor
-from .planning import Limits, PipelineRanks, Plans, RankCosts, agreed, exceed, plans_of
 from .stages import RankStage, has_grown
 
 T = TypeVar("T")
+
+
+Plans = tuple[PipelinePlan, ...]
+"""Of all ranks, in order."""
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What one rank knows before all of them plan."""
+
+    rank: int
+    order: tuple[Step, ...]
+    names: Mapping[int, tuple[str, ...]]  # by stage
+    costs: Mapping[int, StageCost]  # by stage
+    link: Link
+    limit: int | None = None  # bytes of device memory
+    # By stage and group: the ways to run it, the first of them without replay; none if not measured.
+    again: Mapping[int, Sequence[tuple[Variant, ...]]] = field(default_factory=dict)
+
+
+register(RankCosts, Step, Computation, StageCost, LayerCost, Saved, Link, Variant)
+
+
+def agreed(pipelines: Sequence[Sequence[RankCosts | None]]) -> list[RankCosts] | None:
+    """Return what the ranks of pipelines that run the same stages plan with; None if one of them has no whole step.
+
+    The costs are those of the first pipeline; of memory it is the least, and of links the slowest.
+    """
+    found = []
+    for copies in zip(*pipelines, strict=True):
+        known = [each for each in copies if each is not None]
+        if len(known) < len(copies):
+            return None
+        limit = min((each.limit for each in known if each.limit is not None), default=None)
+        found.append(replace(known[0], limit=limit, link=Link.slowest(each.link for each in known)))
+    return found
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the arguments of `offload` allow; None for no limit."""
+
+    fraction: float | None = None  # of the bytes of each microbatch
+    max_inflight: int | None = None  # groups that are copied at a time
+    delta_bytes_per_rank: int | None = None  # fewer on each rank than on the one before
+    memory_budget: int | None = None  # bytes of device memory of each rank
+    may_recompute: bool = False  # where the memory is not enough
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether they say how much is offloaded."""
+        given = self.fraction, self.max_inflight, self.delta_bytes_per_rank
+        return self.memory_budget is None and given != (None, None, None)
+
+
+def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = False) -> Plans:
+    """Return the plans of all ranks: what the arguments ask for if that fits, otherwise the fastest that fit.
+
+    With `whole`, every group is replayed as a whole, and offloaded only where a rank would exceed its memory; there are
+    none if no group has another way.
+    """
+    variants = {stage: ways for each in measured for stage, ways in each.again.items()}
+    if whole and not any(len(group) > 1 for groups in variants.values() for group in groups):
+        return ()
+    names = {stage: groups for each in measured for stage, groups in each.names.items()}
+    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
+    stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
+    orders = [each.order for each in measured]
+    plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
+    if limits.by_hand and not whole:
+        plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
+        if not exceed(plans, measured):
+            return plans
+    least = min((each.limit for each in measured if each.limit is not None), default=None)
+    budgets = [least if each.limit is None else each.limit for each in measured]
+    known = [budget for budget in budgets if budget is not None]
+    much: dict[str, Any] = {"memory_budget": known} if known else {"fraction": 0.0}
+    plans = plan(variants=variants, whole=whole, **much)
+    return tuple(
+        found if not found.idle or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
+        for found, budget in zip(plans, budgets, strict=True)
+    )
+
+
+def exceed(plans: Plans, measured: Sequence[RankCosts]) -> bool:
+    """Return whether one of some plans takes more than its rank may; none does."""
+    pairs = zip(plans, measured, strict=False)
+    return any(each.limit is not None and (plan.peak_bytes or 0) > each.limit for plan, each in pairs)
+
+
+def decision(plans: Plans) -> str:
+    """Return what was decided for each rank, in a line for each and one for all."""
+    lines = ["The plans of all ranks of the pipeline:"]
+    for plan in plans:
+        chunks = sum(len(plan.names[step.stage]) for step in plan.order if step.computation is Computation.FORWARD)
+        line = f"  rank {plan.rank}: {len(plan.transfers)} of {chunks} groups of all microbatches are offloaded"
+        line += f" ({size(plan.offloaded_bytes)})"
+        if plan.peak_bytes is not None:
+            line += f", peak {size(plan.peak_bytes)}"
+        if plan.seconds is not None and plan.baseline_seconds:
+            line += f", {milliseconds(plan.seconds)} a step, {milliseconds(plan.baseline_seconds)} without offloading"
+        lines.append(f"{line}. {plan.because}".rstrip())
+    return "\n".join(lines)
+
+
+# The first steps
 
 
 class FirstSteps(Script[PipelinePlan]):
@@ -178,7 +286,7 @@ class FirstSteps(Script[PipelinePlan]):
             at = [[*known].index(name) for name in names[stage]]
             ways[stage] = [known[name] for name in names[stage]]
             costs[stage] = replace(costs[stage], groups=tuple(before.groups[k] for k in at))
-        return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways or None)
+        return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways)
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""
@@ -229,8 +337,6 @@ class FirstSteps(Script[PipelinePlan]):
     def _outdated(self, plan: PipelinePlan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
         mine = next(each for each in self.known if each.rank == self.rank)
-        for stage in self.stages:
-            stage.steering.grow()
         for stage in self.stages:
             sizes = stage.steering.sizes
             planned = plan.nbytes.get(stage.index, sizes)

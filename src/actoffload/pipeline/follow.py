@@ -9,7 +9,6 @@ of the first step calls the module, and none of these methods.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -106,7 +105,7 @@ def handle_of(schedule: Any) -> Any:
     return None if follower is None else follower.handle
 
 
-# What is used of schedules and stages; where PyTorch is built without them, nothing is a schedule
+# What is used of schedules and stages
 
 NAMES = (
     "ScheduleGPipe",
@@ -123,25 +122,21 @@ RUNTIME = "_PipelineScheduleRuntime"
 """The base class of those with several stages a rank, which runs any order, such as one that was loaded from a file."""
 
 
-def _schedules() -> Any:
-    try:
-        return importlib.import_module("torch.distributed.pipelining.schedules")
-    except ImportError:
-        return None
+def _classes(given: object) -> set[str]:
+    """Return the names of the classes of PyTorch's pipelining that an object is of."""
+    kinds = type(given).__mro__
+    return {kind.__name__ for kind in kinds if kind.__module__.startswith("torch.distributed.pipelining")}
 
 
 def is_schedule(given: object) -> bool:
     """Return whether an object is a pipeline schedule of PyTorch, supported or not."""
-    if not any(kind.__module__.startswith("torch.distributed.pipelining") for kind in type(given).__mro__):
-        return False
-    base = getattr(_schedules(), "_PipelineSchedule", ())
-    return isinstance(given, base) or (hasattr(given, "step") and hasattr(given, "eval"))
+    classes = _classes(given)
+    return "_PipelineSchedule" in classes or (bool(classes) and hasattr(given, "step") and hasattr(given, "eval"))
 
 
 def is_supported(schedule: object) -> bool:
     """Return whether a pipeline schedule is one of `NAMES`, or runs an order of its own in the same way."""
-    known = tuple(found for name in (*NAMES, RUNTIME) if (found := getattr(_schedules(), name, None)) is not None)
-    return isinstance(schedule, known)
+    return not _classes(schedule).isdisjoint((*NAMES, RUNTIME))
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -16,12 +16,10 @@ from ..model.handle import Handle, OffloadHandle
 from ..report.build import counted
 from ..report.report import GroupReport, RankReports, Report, gather_reports
 from ..schedule.pipeline import Computation, PipelinePlan, Step, read_order
-from ..tune.exchange import LostRankError
+from ..tune.exchange import LostRankError, Settings, disagreement_of
 from ..tune.script import Steps
-from .first_steps import FirstSteps
+from .first_steps import FirstSteps, Plans, decision
 from .follow import actions_of, follow, handle_of, is_schedule, unfollow
-from .planning import Plans, Settings, decision, disagreement
-from .stages import replicas_of
 
 logger = logging.getLogger("actoffload")
 
@@ -91,13 +89,13 @@ class PipelineHandle(Handle):
                 self._first.end(failed=failed, changed=changed)
 
     def _before(self) -> None:
-        """Begin a step; see `planning` [Note: exchanges]."""
+        """Begin a step; see `exchange` [Note: exchanges]."""
         self._number += 1
         try:
             if self._number == 1:
                 # Find the ranks that run the same stages, and compare the arguments of all.
-                replicas = replicas_of(ref() for ref in self._followed)
-                wrong = disagreement(self._first.exchange.meet(self._settings, replicas))
+                stages = (ref() for ref in self._followed)
+                wrong = disagreement_of(self._first.exchange.meet(self._settings, stages))
                 if wrong:
                     self.remove()
                     raise ValueError(wrong)

@@ -16,15 +16,15 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..model import OffloadHandle, offload_model
-from ..model.select import check_entries
+from ..model.groups import check_entries
 from ..replay.policy import Policy, PolicyArgument, policy_for
 from ..schedule.plan import Plan
+from ..tune.exchange import PipelineRanks, Settings
 from .conductor import Conductor
-from .first_steps import FirstSteps
+from .first_steps import FirstSteps, Limits
 from .follow import NAMES, handle_of, is_schedule, is_supported, stages_of
 from .handle import PipelineHandle
-from .planning import Limits, PipelineRanks, Settings
-from .stages import RankStage, entries_of, replicas_of
+from .stages import RankStage, entries_of
 
 
 @overload
@@ -79,26 +79,20 @@ def offload(
 
     The chosen modules are *groups*: what autograd saves in one of them is kept, offloaded or recomputed together.
 
-    Without `num_layers`, `fraction`, `max_inflight` and `plan` about five passes are measured.  The first two recompute
-    every group and offload its inputs, which takes the least memory.  If the model fits as it is, nothing is installed
-    from then on.  Otherwise the fastest plan within the memory of the device, or within `memory_budget`, is measured
-    and followed.  `OffloadHandle.settling` is True until the plan is final.  The ranks of a sharded or data-parallel
-    model measure in the same passes and follow one plan.  The logger ``actoffload`` reports the plan at level INFO.
-    Without an accelerator nothing is measured, and all groups but the last two and the last of each kind are offloaded.
+    Without `num_layers`, `fraction`, `max_inflight` and `plan` about five passes are measured, of which the first two
+    take the least memory.  If the model fits as it is, nothing is installed from then on.  Otherwise the fastest plan
+    within the memory of the device, or within `memory_budget`, is followed.  `OffloadHandle.settling` is True until the
+    plan is final.  All ranks of a model follow one plan.  Without an accelerator nothing is measured, and all groups
+    but the last two and the last of each kind are offloaded.
 
-    A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
-    Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
-    then the ranks exchange what they cost and make the plans of all together.  If all ranks fit as they are, nothing is
-    offloaded from then on.  In a model that is no schedule but the module of a stage, each microbatch is a pass of its
-    own.
+    Of a schedule of ``torch.distributed.pipelining`` every rank passes its own, with the same arguments; one plan is
+    made for all microbatches and stages of a rank.
 
     Parameters
     ----------
     module : torch.nn.Module or schedule
-        The model, or any part of it; wrapped or not.  Call this object in training.  Or a pipeline schedule: one of
-        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``,
-        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``, or their base class
-        ``_PipelineScheduleRuntime`` with an order from a file.
+        The model, or any part of it; wrapped or not.  Call this object in training.  Or a pipeline schedule of PyTorch,
+        also ``_PipelineScheduleRuntime`` with an order from a file.
     layers : str, module, type or iterable of these, optional
         What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
         together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
@@ -195,7 +189,7 @@ def offload(
                 module, stages, rank, exchange, delta_bytes_per_rank=delta_bytes_per_rank, **common
             )
         except (TypeError, ValueError):
-            exchange.refuse(replicas_of(stages))
+            exchange.refuse(stages)
             raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")

@@ -5,7 +5,7 @@ They are followed by the plan of the rank; before there is one, everything is of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -15,14 +15,13 @@ from torch.nn import Module, Parameter
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..model.follow import FollowedModule, ModelState, handle_of, refuse_scripted
+from ..model.groups import Names, find_modules
 from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
-from ..model.select import Names, choose, choose_kept, find_modules
 from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.schedules import GroupSchedule, Roles, leanest_calls
-from ..tune.exchange import ranks_of
 from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor
 
@@ -64,8 +63,7 @@ class StageSteering(Steering):
     def __init__(self, stage: int, conductor: Conductor, state: ModelState, policies: Mapping[int, Policy]) -> None:
         super().__init__(state)
         self._stage, self._conductor, self._policies = stage, conductor, policies
-        self.saved: tuple[Group, ...] = ()  # in a forward that was followed whole
-        self._latest: tuple[Group, ...] = ()  # in the latest microbatch
+        self.saved: tuple[Group, ...] = ()  # in forwards that were followed whole, at most
         self._groups_of_saved: tuple[int, ...] = ()  # which they are
         self.replayed: frozenset[int] = frozenset()  # groups, in such a forward
         self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
@@ -77,7 +75,7 @@ class StageSteering(Steering):
     def recompute(self, policies: Mapping[str, Policy]) -> None:
         """Recompute other groups from the next forward on, by their names, also those that were skipped."""
         self._policies = {self._numbers[name]: policy for name, policy in policies.items() if name in self._numbers}
-        self.saved = self._latest = ()
+        self.saved = ()
 
     @property
     def known(self) -> bool:
@@ -153,21 +151,11 @@ class StageSteering(Steering):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             layers = zip(sequence, done.layers, strict=True)
             self.replayed = frozenset(group for group, layer in layers if layer.recomputed)
-            self._latest = self.saved
             self._numbers.update(zip(self._state.names(sequence), sequence, strict=True))
-        else:  # what is kept has no place, so a measured group is not replaced by an equal one
+        else:  # a plan serves groups that save less, too, such as experts that get fewer tokens
+            # What is kept has no place, so a measured group is not replaced by an equal one.
             pairs = zip(saved, self.saved, strict=True)
-            self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)
-            if self._conductor.plan is None:
-                self.saved = self._latest
-
-    def grow(self) -> None:
-        """Count the latest microbatch of a step where its groups save more.
-
-        A plan serves groups that save less, too, such as experts that get fewer tokens.
-        """
-        pairs = zip(self._latest, self.saved, strict=True)
-        self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
+            self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
 
     def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
@@ -204,16 +192,12 @@ class RankStage:
         refuse_scripted(module, f"stage {self.index}")
         if handle_of(module) is not None:
             raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
-        names = Names(module)
-        layers, self.entries = _matching(layers, lambda entry: choose(names, [entry]))
-        if layers == () and self.entries:
-            raise ValueError(f"{title}: {next(iter(self.entries.values()))}")
-        keep, entries = _matching(keep, lambda entry: choose_kept(names, [entry]))
-        self.entries |= entries
+        names = Names(module, part=True)
         try:
             modules = find_modules(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
+        self.entries = names.entries
         state = ModelState(modules, GroupSchedule(), conductor.engine)
         policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
         self.steering = StageSteering(self.index, conductor, state, policies)
@@ -227,26 +211,3 @@ def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:
         for entry, reason in stage.entries.items():
             found[entry] = reason and found.get(entry, reason)
     return found
-
-
-def _matching(given: Any, meaning: Callable[[Any], object]) -> tuple[Any, dict[str, str]]:
-    """Return the entries of an argument that mean something in a module, and all with the reason if they do not."""
-    single = isinstance(given, (str, type))
-    if not (single or isinstance(given, (list, tuple, set, frozenset))):
-        return given, {}
-    found, entries = [], {}
-    for entry in (given,) if single else given:
-        try:
-            if entry is not ...:
-                meaning(entry)
-            found.append(entry)
-            entries[str(entry)] = ""
-        except ValueError as error:
-            entries[str(entry)] = str(error)
-    return (given if single and found else tuple(found)), entries
-
-
-def replicas_of(stages: Iterable[Any]) -> tuple[int, ...]:
-    """Return the global ranks that run copies of the stages of a rank, ascending; empty if no others do."""
-    modules = (getattr(stage, "submod", None) for stage in stages)
-    return max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())

@@ -10,6 +10,15 @@ What ranks do together is one operation: each sends a value, the first rank coll
 waits half as long as the others wait for it, so that they learn from it who is missing.  Each meeting of ranks has keys
 of its own: it has a number, which counts the meetings of these ranks in the process.  A rank that takes no part leaves,
 so that no other one waits for it.
+
+`[Note: exchanges]`  All ranks of a pipeline make the same exchanges when one of the first steps begins.  Steps with
+backward are counted, and all ranks run the same number.  If a rank has not measured a whole step, all ranks see that,
+and try again when the next step begins.  A rank that later runs another order plans anew alone, with what the others
+sent before, because they do not know of it.
+
+`[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
+communicate inside of these stages, also in what is recomputed.  So the ranks of one stage must recompute the same:
+what the pipelines exchange is exchanged among them, too, and the costs of the first pipeline count for all.
 """
 
 from __future__ import annotations
@@ -20,12 +29,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.nn import Module
 
-from .._text import UnreadableError, read, written
+from .._text import UnreadableError, read, register, written
 from .._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from .._warnings import warn
 
@@ -297,3 +307,81 @@ class ModelRanks:
         """Take no further part."""
         self.exchange.leave()
         self.exchange = LONE
+
+
+# The ranks of a pipeline
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of one rank, and what is wrong with them."""
+
+    rank: int  # global
+    arguments: Mapping[str, Any]  # those that have to be the same on all ranks
+    problem: str = ""
+    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+
+register(Settings)
+
+
+class PipelineRanks:
+    """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
+
+    Made where `offload` is called, with the process group of the pipeline.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        initialized = dist.is_available() and dist.is_initialized()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
+        self.group, self._pipeline, self._copies = group, Exchange.of("pipeline", ranks), LONE
+        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
+
+    def meet(self, settings: Settings, stages: Iterable[Any]) -> list[Settings]:
+        """Return the settings of all ranks.
+
+        Ranks that run copies of the stages of this one count if there are equally many of each rank of the pipeline.
+        """
+        replicas = self._find_copies(stages)
+        own = self._gather(self._pipeline, (settings, replicas))
+        if len({len(each) for _, each in own}) == 1:
+            self.replicas = replicas
+        else:
+            self._copies = LONE
+        return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
+
+    def refuse(self, stages: Iterable[Any]) -> None:
+        """Take no part, because something is wrong with the arguments of this rank."""
+        self._find_copies(stages)
+        self.leave()
+
+    def _find_copies(self, stages: Iterable[Any]) -> tuple[int, ...]:
+        """Find the global ranks that run copies of the stages of this rank, ascending; none if no others do."""
+        modules = (getattr(stage, "submod", None) for stage in stages)
+        found = max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())
+        self._copies = Exchange.of("stage", found)
+        return found
+
+    def gather(self, value: T) -> list[list[T]]:
+        """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
+        return self._gather(self._copies, self._gather(self._pipeline, value))
+
+    def _gather(self, exchange: Exchange, value: T) -> list[T]:
+        return exchange.gather(value, "of the pipeline")
+
+    def leave(self) -> None:
+        """Take no further part, and let the others not wait."""
+        for exchange in (self._pipeline, self._copies):
+            exchange.leave()
+
+
+def disagreement_of(settings: Sequence[Settings]) -> str:
+    """Return what is wrong with the arguments of the ranks, in words that are the same on each; empty if nothing is."""
+    matched = {entry for each in settings for entry, reason in each.entries.items() if not reason}
+    for each in settings:
+        unmatched = (reason for entry, reason in each.entries.items() if entry not in matched)
+        problem = each.problem or next(unmatched, "")
+        if problem:
+            return f"Rank {each.rank} of the pipeline: {problem}"
+    return disagreement({each.rank: each.arguments for each in settings})
