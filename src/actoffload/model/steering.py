@@ -39,7 +39,7 @@ class Steering:
     """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
 
     def __init__(self, state: ModelState) -> None:
-        self._state = state
+        self.state = state
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
         """Return how the forward that begins now is followed; None if it is not.
@@ -54,8 +54,8 @@ class Steering:
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the sequence of the groups, and what they saved in a followed forward that has ended."""
-        self._state.plans.learn(sequence)
-        self._state.log.forward_done(done, sequence)
+        self.state.plans.learn(sequence)
+        self.state.log.forward_done(done, sequence)
 
     @property
     def settling(self) -> bool:
@@ -144,12 +144,12 @@ class Fixed(Steering):
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or with a plan the groups that it offloads if that is enough."""
-        plans = self._state.plans
+        plans = self.state.plans
         if self._given is None:
             return PassSettings(plans.order, plans.roles, self._recompute)
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
         unseen = self._followed < (2 if self._recompute else 1)
-        whole = alone or busy or self._state.log.records or self._adopts or unseen
+        whole = alone or busy or self.state.log.records or self._adopts or unseen
         return PassSettings(plans.order, self._given.roles, self._recompute, scoped=not whole)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
@@ -162,5 +162,5 @@ class Fixed(Steering):
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
         if self._given is not None:
-            return remap(self._given.plan, self._state.names())
-        return scheduled_plan(self._state, self._because, self._recompute)
+            return remap(self._given.plan, self.state.names())
+        return scheduled_plan(self.state, self._because, self._recompute)

@@ -251,7 +251,7 @@ class Tuner(Steering):
         self._drop()
         self._begun = number
         found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
-        self._script = ModelScript(self._state, found, {} if self._always else self._policies, self._ranks)
+        self._script = ModelScript(self.state, found, {} if self._always else self._policies, self._ranks)
         self._steps: Steps[tuple[Plan, ...]] = self._script.run()
         self.stage: Stage | None = next(self._steps)  # of the present pass; None once there is a plan
 
@@ -266,9 +266,9 @@ class Tuner(Steering):
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.plan is None:
             because = ALONE if self._alone else MEASURING if self.settling else FORWARDS
-            return scheduled_plan(self._state, because, self._always)
-        order = self._state.plans.order
-        return recomputing(remap(self._chosen.plan, self._state.names()), order, self._always)
+            return scheduled_plan(self.state, because, self._always)
+        order = self.state.plans.order
+        return recomputing(remap(self._chosen.plan, self.state.names()), order, self._always)
 
     def costs(self) -> Findings:
         """Return what was measured for the plan."""
@@ -321,7 +321,7 @@ class Tuner(Steering):
         super().pass_ends(done, sequence)
         if self._timed is not None and self._timed.thread == threading.get_ident():
             self._timed.saw(done, sequence)
-            self._timed.waiting = self._state.log.waiting(done)
+            self._timed.waiting = self.state.log.waiting(done)
 
     def retire(self) -> None:
         """Stop measuring."""
@@ -369,7 +369,7 @@ class Tuner(Steering):
             self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
             less = f"plans leave {size(self._short)} of it from here on"
-            logger.warning("The device ran out of memory with the plan of %s: %s.", self._state.root.name, less)
+            logger.warning("The device ran out of memory with the plan of %s: %s.", self.state.root.name, less)
         self._failed = failed
 
     def _measured_pass(self, tensors: Sequence[Any]) -> PassSettings | None:
@@ -377,7 +377,7 @@ class Tuner(Steering):
         stage, engine, backend = self.stage, self._engine, self._engine.backend
         meter = None
         if stage is Stage.LEAN:
-            modules = [module for group in self._state.groups if (module := group.ref()) is not None]
+            modules = [module for group in self.state.groups if (module := group.ref()) is not None]
             parts = dict.fromkeys(part for group in modules for part in group.modules())
             meter = Meter(backend, engine.counters, memory=True, modules=parts)
             backend.occupy(BUSY)
@@ -390,7 +390,7 @@ class Tuner(Steering):
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        order, roles_of = self._state.plans.order, lambda order: roles(len(order))
+        order, roles_of = self.state.plans.order, lambda order: roles(len(order))
         return PassSettings(order, roles_of, self._policies, operators=operators)
 
     def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
@@ -400,7 +400,7 @@ class Tuner(Steering):
             self._engine.counters.passes += 1
             return None
         scoped = not (whole or found.adopts)
-        return PassSettings(self._state.plans.order, roles.roles, roles.recompute, scoped)
+        return PassSettings(self.state.plans.order, roles.roles, roles.recompute, scoped)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
@@ -414,7 +414,7 @@ class Tuner(Steering):
         if self._roles is None or self._roles.plan is not found.plan:
             # Blocks may be skipped at random: the measured pass may not have had some that come later.
             full = found.limit is not None and found.bare.at(found.size) > found.limit
-            self._roles = RolesOfPlan(self._state, found.plan, self._always, offload_others=full)
+            self._roles = RolesOfPlan(self.state, found.plan, self._always, offload_others=full)
         return self._roles
 
     # The plan
@@ -434,7 +434,7 @@ class Tuner(Steering):
                 f"memory_budget is {size(chosen.budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
                 "that plan is used."
             )
-        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._state.root.name}"
+        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self.state.root.name}"
         again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
         line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in passes {self._begun} to"
         logger.info("%s", f"{line} {self._number - 1}. {plan.because}".strip())

@@ -165,7 +165,7 @@ class FirstSteps(Script[PipelinePlan]):
     def ended(self) -> TimedPass | None:
         """Return the step that has ended, once; None if no whole step was seen."""
         timed, self._timed = self._timed, None
-        known = bool(self.conductor.learned.order) and all(stage.steering.known for stage in self.stages)
+        known = bool(self.conductor.learned.order) and all(stage.known for stage in self.stages)
         return timed if known or self.plans else None
 
     def shown(self, timed: TimedPass) -> Shown:
@@ -177,8 +177,8 @@ class FirstSteps(Script[PipelinePlan]):
         return not self._limits.may_recompute or all(
             group.group in self._operators[stage.index].groups
             for stage in self.stages
-            for group in stage.steering.groups
-            if group.group in stage.steering.replayed
+            for group in stage.groups
+            if group.group in stage.replayed
         )
 
     def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
@@ -211,24 +211,22 @@ class FirstSteps(Script[PipelinePlan]):
         for stage in self.stages if self._limits.may_recompute else ():
             names = found.names[stage.index]
             saves = zip(names, found.saves.get(stage.index, (None,) * len(names)), strict=True)
-            stage.steering.recompute(
-                {name: Policy(frozenset(outputs)) for name, outputs in saves if outputs is not None}
-            )
+            stage.recompute({name: Policy(frozenset(outputs)) for name, outputs in saves if outputs is not None})
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
         for each in self.stages:
             traces = stage is Stage.FIRST and self._limits.may_recompute
             # A step in which operators are timed takes longer.
-            each.steering.operators = self._operators[each.index] if traces else None
+            each.operators = self._operators[each.index] if traces else None
         engine, meter = self.conductor.engine, None
         if stage is Stage.LEAN:
             engine.reset_statistics()
             standing = dict[int, StageMemory]()
             for each in self.stages:
-                self._gradients[each.index] = each.steering.gradients
+                self._gradients[each.index] = each.gradients
                 boundary, output = kept_outputs(each.index, self.conductor.learned)
-                boundary += each.steering.outside
+                boundary += each.outside
                 standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
             self._lean = meter = StepMeter(self._backend, engine.counters, standing)
             self.conductor.watching = meter.note
@@ -247,9 +245,9 @@ class FirstSteps(Script[PipelinePlan]):
                 timed.end()
         if not failed and plan is not None and not conductor.scoped:
             self.peak = engine.statistics().peak_resident_bytes
-        outdated = any(stage.steering.changed for stage in self.stages)
+        outdated = any(stage.changed for stage in self.stages)
         for stage in self.stages:
-            stage.steering.changed = False
+            stage.changed = False
         # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
         followed = plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and self.times
@@ -271,9 +269,9 @@ class FirstSteps(Script[PipelinePlan]):
         saves more than in the plan, all groups of its stage do: what replayed ones save otherwise is not seen.
         """
         learned, link = self.conductor.learned, self._link()
-        if not learned.order or link is None or not all(stage.steering.known for stage in self.stages):
+        if not learned.order or link is None or not all(stage.known for stage in self.stages):
             return None
-        names = {stage.index: stage.steering.names for stage in self.stages}
+        names = {stage.index: stage.names for stage in self.stages}
         costs = {stage.index: self._cost(stage) for stage in self.stages}
         if plan is None and self._limits.may_recompute:
             self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self.stages}
@@ -290,17 +288,17 @@ class FirstSteps(Script[PipelinePlan]):
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""
-        steering, learned, lean = stage.steering, self.conductor.learned, self._lean
+        lean = self._lean
         gradients = self._gradients.get(stage.index, ())
         other = lean.other_bytes if lean is not None and stage is self.stages[0] else 0
-        return stage_cost(stage.index, steering.saved, learned, steering.outside, other, gradients, lean)
+        return stage_cost(stage.index, stage.saved, self.conductor.learned, stage.outside, other, gradients, lean)
 
     def _with_ways(self, stage: RankStage, cost: StageCost) -> tuple[StageCost, dict[str, tuple[Variant, ...]]]:
         """Return what a stage costs without replay, and the ways to run each of its groups, by name.
 
         Backward comes to a replayed group with all that it saves, from which it replays.
         """
-        operators, groups = self._operators[stage.index], [group.group for group in stage.steering.groups]
+        operators, groups = self._operators[stage.index], [group.group for group in stage.groups]
         found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, self._backend.batch)
         ways = list[tuple[Variant, ...]]()
         for own, *others in found:
@@ -310,15 +308,15 @@ class FirstSteps(Script[PipelinePlan]):
                 again.append(replace(way, cost=replace(way.cost, saved=saved)))
             ways.append((own, *again))
         plain = replace(cost, groups=tuple(group[0].cost for group in ways))
-        return plain, dict(zip(stage.steering.names, ways, strict=True))
+        return plain, dict(zip(stage.names, ways, strict=True))
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Let the groups of each stage save as much more as one of them does than in a plan."""
         for stage in self.stages:
             index = stage.index
-            if index not in self._measured or plan.names[index] != stage.steering.names:
+            if index not in self._measured or plan.names[index] != stage.names:
                 continue
-            sizes = zip(stage.steering.sizes, plan.nbytes[index], strict=True)
+            sizes = zip(stage.sizes, plan.nbytes[index], strict=True)
             factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
             cost, ways = self._measured[index]
             grown = partial(LayerCost.with_bytes, factor=factor)
@@ -338,14 +336,14 @@ class FirstSteps(Script[PipelinePlan]):
         """Return whether there are other groups than when a plan was made, or larger tensors."""
         mine = next(each for each in self.known if each.rank == self.rank)
         for stage in self.stages:
-            sizes = stage.steering.sizes
+            sizes = stage.sizes
             planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
             known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._measured)
-            if plan.names[stage.index] != stage.steering.names or any(has_grown(*pair) for pair in known):
+            if plan.names[stage.index] != stage.names or any(has_grown(*pair) for pair in known):
                 return True
             kept, cost = self.conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
-            if has_grown(kept + stage.steering.outside, cost.boundary_bytes + cost.output_bytes):
+            if has_grown(kept + stage.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
 

@@ -37,9 +37,16 @@ class PipelineHandle(Handle):
     ``print(handle)`` shows the plan of this rank.  The handle may be dropped; offloading lasts as long as the schedule.
     """
 
-    def __init__(self, schedule: Any, stages: Sequence[Any], first: FirstSteps, settings: Settings) -> None:
+    def __init__(
+        self,
+        schedule: Any,
+        stages: Sequence[Any],
+        handles: Sequence[OffloadHandle],
+        first: FirstSteps,
+        settings: Settings,
+    ) -> None:
         self._conductor, self._engine = first.conductor, first.conductor.engine
-        self._logs = [stage.handle._log for stage in first.stages]
+        self._handles, self._logs = handles, [handle._log for handle in handles]
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in (*stages, schedule)]
         self._first, self._settings = first, settings
@@ -65,8 +72,8 @@ class PipelineHandle(Handle):
                 self._first.exchange.leave()
             self._removed = True
             unfollow([each for ref in self._followed if (each := ref()) is not None])
-            for stage in self._first.stages:
-                stage.handle.remove()
+            for handle in self._handles:
+                handle.remove()
             self._engine.close()
 
     # Steps
@@ -157,7 +164,7 @@ class PipelineHandle(Handle):
     @property
     def stages(self) -> dict[int, OffloadHandle]:
         """The handle of each stage of this rank, by the index of the stage."""
-        return {stage.index: stage.handle for stage in self._first.stages}
+        return {stage.index: handle for stage, handle in zip(self._first.stages, self._handles, strict=True)}
 
     def __str__(self) -> str:
         return MEASURING if self.plan is None else str(self.plan)
@@ -181,11 +188,11 @@ class PipelineHandle(Handle):
         chunks = Counter((chunk.stage, chunk.group) for chunk in (() if plan is None else plan.transfers))
         groups = []
         for stage in self._first.stages:
-            index, sizes = stage.index, stage.steering.sizes
-            if plan is not None and not stage.steering.saved:  # no step has run with it yet
+            index, sizes = stage.index, stage.sizes
+            if plan is not None and not stage.saved:  # no step has run with it yet
                 sizes = plan.nbytes[index]
             again = () if plan is None else plan.saves.get(index, ())
-            for k, (name, nbytes) in enumerate(zip(stage.steering.names, sizes, strict=False)):
+            for k, (name, nbytes) in enumerate(zip(stage.names, sizes, strict=False)):
                 number, recomputed = chunks[index, k], bool(again) and again[k] is not None
                 saved: dict[str, Any] = {"bytes_saved": nbytes * forwards[index], "bytes_offloaded": nbytes * number}
                 groups.append(GroupReport(name, f"stage {index}", forwards[index], number, recomputed, **saved))

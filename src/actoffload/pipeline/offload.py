@@ -24,7 +24,7 @@ from .conductor import Conductor
 from .first_steps import FirstSteps, Limits
 from .follow import NAMES, handle_of, is_schedule, is_supported, stages_of
 from .handle import PipelineHandle
-from .stages import RankStage, entries_of
+from .stages import RankStage
 
 
 @overload
@@ -232,24 +232,29 @@ def _offload_schedule(
     conductor = Conductor(engine)
     again = limits.may_recompute if recompute == "auto" else recompute
     policy: Policy | None = None if again is False else policy_for(again)
-    problem, made = "" if stages else "the schedule has no stages.", list[RankStage]()
+    problem, made, handles = "" if stages else "the schedule has no stages.", list[RankStage](), list[OffloadHandle]()
     try:
         for stage in stages:
             made.append(RankStage(stage, conductor, layers, keep, policy))
+            handles.append(OffloadHandle(made[-1].state, made[-1]))
     except (TypeError, ValueError) as error:  # raised in the first step, on every rank
         problem = str(error)
-        for each in made:
-            each.handle.remove()
-        made = []
+        for handle in handles:
+            handle.remove()
+        made, handles = [], []
     shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
-    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
-    handle = PipelineHandle(schedule, stages, FirstSteps(made, conductor, rank, exchange, limits), settings)
+    entries = dict[str, str]()
+    for each in made:  # without a reason, if an entry means something in one of them
+        entries |= {entry: reason and entries.get(entry, reason) for entry, reason in each.entries.items()}
+    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries)
+    first = FirstSteps(made, conductor, rank, exchange, limits)
+    found = PipelineHandle(schedule, stages, handles, first, settings)
     missing = unsupported()
     if missing is not None:
-        handle.remove()
+        found.remove()
         warn(missing)
-    return handle
+    return found
 
 
 def _shown(recompute: Any) -> Any:

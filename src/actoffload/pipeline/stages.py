@@ -1,11 +1,11 @@
-"""The stages of a rank: their groups, the handle that follows the module of each, and how its forwards are followed.
+"""The stages of a rank: their groups, and how the forwards of their modules are followed.
 
 They are followed by the plan of the rank; before there is one, everything is offloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,7 +16,6 @@ from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..model.follow import FollowedModule, ModelState, handle_of, refuse_scripted
 from ..model.groups import Names, find_modules
-from ..model.handle import OffloadHandle
 from ..model.replays import OperatorTimes
 from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
@@ -54,19 +53,34 @@ def _roles(layers: int, offloaded: frozenset[int] | None) -> Roles:
     return replace(roles, last_leaving=last, reached=frozenset(range(layers)), freed_later=frozenset())
 
 
-class StageSteering(Steering):
-    """Steer the forwards of one stage; `policies` say what is saved of each group that is recomputed.
+class RankStage(Steering):
+    """One stage of a rank: steers the forwards of its module; `policy` says what is saved of recomputed groups.
 
-    The plan is one for all stages, and `PipelineHandle.settling` is about it.
+    Its `entries` are those of `layers` and `keep`, each with the reason if it means nothing in this stage; another
+    stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
     """
 
-    def __init__(self, stage: int, conductor: Conductor, state: ModelState, policies: Mapping[int, Policy]) -> None:
-        super().__init__(state)
-        self._stage, self._conductor, self._policies = stage, conductor, policies
+    def __init__(self, stage: Any, conductor: Conductor, layers: Any, keep: Any, policy: Policy | None) -> None:
+        self.index, self._conductor = int(stage.stage_index), conductor
+        module = getattr(stage, "submod", None)
+        if not isinstance(module, Module):
+            raise ValueError(f"stage {self.index} has no module.")
+        title = f"the module of stage {self.index}"
+        refuse_scripted(module, f"stage {self.index}")
+        if handle_of(module) is not None:
+            raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
+        names = Names(module, part=True)
+        try:
+            modules = find_modules(names, layers, keep)
+        except ValueError as error:
+            raise ValueError(f"{title}: {error}") from None
+        super().__init__(ModelState(modules, GroupSchedule(), conductor.engine))
+        self.entries = names.entries
+        self._policies = {} if policy is None else dict.fromkeys(range(len(self.state.groups)), policy)
         self.saved: tuple[Group, ...] = ()  # in forwards that were followed whole, at most
         self._groups_of_saved: tuple[int, ...] = ()  # which they are
         self.replayed: frozenset[int] = frozenset()  # groups, in such a forward
-        self._numbers: dict[str, int] = {}  # by name, of all groups that ever ran
+        self._ran: frozenset[int] = frozenset()  # groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
@@ -74,13 +88,13 @@ class StageSteering(Steering):
 
     def recompute(self, policies: Mapping[str, Policy]) -> None:
         """Recompute other groups from the next forward on, by their names, also those that were skipped."""
-        self._policies = {self._numbers[name]: policy for name, policy in policies.items() if name in self._numbers}
+        self._policies = {each.group: policies[each.name] for each in self.state.groups if each.name in policies}
         self.saved = ()
 
     @property
     def known(self) -> bool:
         """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
-        return bool(self.saved) and self._groups_of_saved == self._state.plans.order
+        return bool(self.saved) and self._groups_of_saved == self.state.plans.order
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -91,8 +105,8 @@ class StageSteering(Steering):
     def gradients(self) -> tuple[int, ...]:
         """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
         seen, found = set[Parameter](), list[int]()
-        for group in self._state.plans.order:
-            new = set(self._state.groups[group].module.parameters()) - seen
+        for group in self.state.plans.order:
+            new = set(self.state.groups[group].module.parameters()) - seen
             missing = (weight for weight in new if weight.requires_grad and weight.grad is None)
             found.append(sum(getattr(weight, "_local_tensor", weight).nbytes for weight in missing))
             seen |= new
@@ -101,12 +115,12 @@ class StageSteering(Steering):
     @property
     def groups(self) -> list[FollowedModule]:
         """The groups in the order of the latest forward."""
-        return [self._state.groups[group] for group in self._state.plans.order]
+        return [self.state.groups[group] for group in self.state.plans.order]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups, in the order of the latest forward."""
-        return self._state.names()
+        return self.state.names()
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
         """Return how the forward of a microbatch is followed.
@@ -114,7 +128,7 @@ class StageSteering(Steering):
         Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
         """
         conductor = self._conductor
-        microbatch, order = conductor.forward_of(self._stage), self._state.plans.order
+        microbatch, order = conductor.forward_of(self.index), self.state.plans.order
         if microbatch is None and (alone or not conductor.training):
             return None
         if microbatch is None:  # the metadata inference of the schedule
@@ -125,8 +139,8 @@ class StageSteering(Steering):
             assert plan is not None
             chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
             offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
-            if conductor.scoped and not self.adopts and not self._state.log.records:
-                every = len(order) >= len(self._numbers)  # otherwise those that were skipped may run again
+            if conductor.scoped and not self.adopts and not self.state.log.records:
+                every = self._ran.issubset(order)  # otherwise those that were skipped may run again
                 if every and not plan.transfers and not self._policies:
                     return None
                 scoped = True
@@ -151,7 +165,7 @@ class StageSteering(Steering):
             self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             layers = zip(sequence, done.layers, strict=True)
             self.replayed = frozenset(group for group, layer in layers if layer.recomputed)
-            self._numbers.update(zip(self._state.names(sequence), sequence, strict=True))
+            self._ran = self._ran.union(sequence)
         else:  # a plan serves groups that save less, too, such as experts that get fewer tokens
             # What is kept has no place, so a measured group is not replaced by an equal one.
             pairs = zip(saved, self.saved, strict=True)
@@ -165,49 +179,12 @@ class StageSteering(Steering):
 
     def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
-        order, plan = self._state.plans.order, self._conductor.plan
+        order, plan = self.state.plans.order, self._conductor.plan
         offloaded: Collection[int] = range(len(order))
         if plan is not None:
-            offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0)}
+            offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self.index, 0)}
         calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
         because = "" if plan is None else plan.because
         return Plan.of(
-            max(len(order), 1), calls, names=self.names, nbytes=self._state.log.bytes_of(order), because=because
+            max(len(order), 1), calls, names=self.names, nbytes=self.state.log.bytes_of(order), because=because
         )
-
-
-class RankStage:
-    """One stage of a rank, whose module is followed.
-
-    Its `entries` are those of `layers` and `keep`, each with the reason if it means nothing in this stage; another
-    stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
-    """
-
-    def __init__(self, stage: Any, conductor: Conductor, layers: Any, keep: Any, policy: Policy | None) -> None:
-        self.index = int(stage.stage_index)
-        module = getattr(stage, "submod", None)
-        if not isinstance(module, Module):
-            raise ValueError(f"stage {self.index} has no module.")
-        title = f"the module of stage {self.index}"
-        refuse_scripted(module, f"stage {self.index}")
-        if handle_of(module) is not None:
-            raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
-        names = Names(module, part=True)
-        try:
-            modules = find_modules(names, layers, keep)
-        except ValueError as error:
-            raise ValueError(f"{title}: {error}") from None
-        self.entries = names.entries
-        state = ModelState(modules, GroupSchedule(), conductor.engine)
-        policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
-        self.steering = StageSteering(self.index, conductor, state, policies)
-        self.handle = OffloadHandle(state, self.steering)
-
-
-def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:
-    """Return the entries of `layers` and `keep`, each with the reason if it means nothing in any stage of a rank."""
-    found: dict[str, str] = {}
-    for stage in stages:
-        for entry, reason in stage.entries.items():
-            found[entry] = reason and found.get(entry, reason)
-    return found
