@@ -155,8 +155,7 @@ class FirstSteps(Script[PipelinePlan]):
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         self.peak = 0  # bytes of saved tensors in the latest step in which all groups were followed
-        # By stage: what it costs without replay, and the ways to run its groups, by name.
-        self._measured: dict[int, tuple[StageCost, dict[str, tuple[Variant, ...]]]] = {}
+        self._ways: dict[int, dict[str, tuple[Variant, ...]]] = {}  # to run groups, by stage and name
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order: of one pipeline after the other."""
@@ -274,16 +273,14 @@ class FirstSteps(Script[PipelinePlan]):
         names = {stage.index: stage.names for stage in self.stages}
         costs = {stage.index: self._cost(stage) for stage in self.stages}
         if plan is None and self._limits.may_recompute:
-            self._measured = {stage.index: self._with_ways(stage, costs[stage.index]) for stage in self.stages}
-        if not all(set(names[stage]) <= set(known) for stage, (_, known) in self._measured.items()):
+            self._ways = {stage.index: self._ways_of(stage, costs[stage.index]) for stage in self.stages}
+        if not all(known.keys() >= set(names[stage]) for stage, known in self._ways.items()):
             return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs))
         if plan is not None:
             self._grow(plan)
-        ways = dict[int, list[tuple[Variant, ...]]]()
-        for stage, (before, known) in self._measured.items():  # of the groups that run now
-            at = [[*known].index(name) for name in names[stage]]
-            ways[stage] = [known[name] for name in names[stage]]
-            costs[stage] = replace(costs[stage], groups=tuple(before.groups[k] for k in at))
+        ways = {stage: [known[name] for name in names[stage]] for stage, known in self._ways.items()}
+        for stage, groups in ways.items():
+            costs[stage] = replace(costs[stage], groups=tuple(group[0].cost for group in groups))
         return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways)
 
     def _cost(self, stage: RankStage) -> StageCost:
@@ -293,35 +290,27 @@ class FirstSteps(Script[PipelinePlan]):
         other = lean.other_bytes if lean is not None and stage is self.stages[0] else 0
         return stage_cost(stage.index, stage.saved, self.conductor.learned, stage.outside, other, gradients, lean)
 
-    def _with_ways(self, stage: RankStage, cost: StageCost) -> tuple[StageCost, dict[str, tuple[Variant, ...]]]:
-        """Return what a stage costs without replay, and the ways to run each of its groups, by name.
+    def _ways_of(self, stage: RankStage, cost: StageCost) -> dict[str, tuple[Variant, ...]]:
+        """Return the ways to run each group of a stage, by name, the first of them without replay.
 
         Backward comes to a replayed group with all that it saves, from which it replays.
         """
         operators, groups = self._operators[stage.index], [group.group for group in stage.groups]
         found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, self._backend.batch)
-        ways = list[tuple[Variant, ...]]()
-        for own, *others in found:
-            again = list[Variant]()
-            for way in others:
-                saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-                again.append(replace(way, cost=replace(way.cost, saved=saved)))
-            ways.append((own, *again))
-        plain = replace(cost, groups=tuple(group[0].cost for group in ways))
-        return plain, dict(zip(stage.names, ways, strict=True))
+        every = [(own, *map(_needed_at_once, others)) for own, *others in found]
+        return dict(zip(stage.names, every, strict=True))
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Let the groups of each stage save as much more as one of them does than in a plan."""
         for stage in self.stages:
             index = stage.index
-            if index not in self._measured or plan.names[index] != stage.names:
+            if index not in self._ways or plan.names[index] != stage.names:
                 continue
             sizes = zip(stage.sizes, plan.nbytes[index], strict=True)
             factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
-            cost, ways = self._measured[index]
             grown = partial(LayerCost.with_bytes, factor=factor)
-            more = {name: tuple(way.map(grown) for way in group) for name, group in ways.items()}
-            self._measured[index] = replace(cost, groups=tuple(group[0].cost for group in more.values())), more
+            ways = self._ways[index].items()
+            self._ways[index] = {name: tuple(way.map(grown) for way in group) for name, group in ways}
 
     def _link(self) -> Link | None:
         """Return the rates of copies, as they were with all ranks copying."""
@@ -339,7 +328,7 @@ class FirstSteps(Script[PipelinePlan]):
             sizes = stage.sizes
             planned = plan.nbytes.get(stage.index, sizes)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
-            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._measured)
+            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._ways)
             if plan.names[stage.index] != stage.names or any(has_grown(*pair) for pair in known):
                 return True
             kept, cost = self.conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
@@ -363,3 +352,8 @@ class FirstSteps(Script[PipelinePlan]):
             self.follow(plans_of(known, self._limits))
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
+
+
+def _needed_at_once(way: Variant) -> Variant:
+    saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+    return replace(way, cost=replace(way.cost, saved=saved))
