@@ -65,9 +65,11 @@ def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row,
 def fold_names(names: Iterable[str], most: int = 3) -> str:
     """Return names in one line: three or more whose number grows by one as a range, at most `most` parts.
 
+    Members of one list have its name once.
+
     >>> from actoffload._text import fold_names
     >>> fold_names(["layers.0", "layers.1", "layers.3", "layers.4", "layers.5", "head", "tail"])
-    'layers.0, layers.1, layers.3 ... 5 and 2 more'
+    'layers.0, 1, 3 ... 5 and 2 more'
     """
     runs: list[list[str]] = []
     for name in dict.fromkeys(names):
@@ -81,8 +83,14 @@ def fold_names(names: Iterable[str], most: int = 3) -> str:
             parts.append((_successors(run[0], len(run) - 1)[run[-1]], len(run)))
         else:
             parts += [(name, 1) for name in run]
+    texts, latest = [], ""
+    for text, _ in parts[:most]:
+        member = re.fullmatch(r"(.*\.)\d+", text.partition(" ")[0])
+        prefix = "" if member is None else member[1]
+        texts.append(text.removeprefix(prefix) if prefix == latest else text)
+        latest = prefix
     more = sum(number for _, number in parts[most:])
-    return ", ".join(text for text, _ in parts[:most]) + (f" and {more} more" if more else "")
+    return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def line_name(names: Sequence[str], things: str) -> str:

@@ -94,7 +94,7 @@ def test_a_plan_of_no_module_of_the_model():
 
 def test_a_plan_of_a_smaller_model_warns():
     plan = plan_of(Waves(6))
-    expected = r"^plan does not have the blocks blocks\.6, blocks\.7 of this Waves, which are kept, although it has"
+    expected = r"^plan does not have the blocks blocks\.6, 7 of this Waves, which are kept, although it has"
     for model in (Waves(8), DataParallel(Waves(8))):
         with pytest.warns(UserWarning, match=expected):
             offload(model, plan=plan)

@@ -54,7 +54,7 @@ def test_the_table_of_groups_by_hand():
     assert table(str(report()), "group") == [
         ["group", "offload", "saved", "offloaded", "excluded"],
         ["model.layers.0 ... 3 (4 groups, each)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"],
-        ["model.layers.4, model.layers.5 (2 groups, each)", "no", "512.0 MiB", "-", "2.0 MiB"],
+        ["model.layers.4, 5 (2 groups, each)", "no", "512.0 MiB", "-", "2.0 MiB"],
         ["total", "4 of 6", "3.00 GiB", "2.00 GiB", "12.0 MiB"],
     ]
 
@@ -90,7 +90,7 @@ def test_what_is_recomputed_has_a_column():
     assert rows[0] == ["group", "offload", "saved", "recomputed", "excluded"]
     assert [row[3] for row in rows[1:4]] == ["-", "448.0 MiB", "896.0 MiB"]
     rows = table(str(again(None, 0, 0)), "group")
-    assert [row[0] for row in rows[1:3]] == ["model.layers.0", "model.layers.1, model.layers.2 (2 groups, each)"]
+    assert [row[0] for row in rows[1:3]] == ["model.layers.0", "model.layers.1, 2 (2 groups, each)"]
     assert [row[3] for row in rows[1:4]] == ["-", "yes", "yes"]
     assert (again(None, 448).totals.recomputed, again(None, 448).totals.bytes_recomputed) == (True, 448 * MIB)
     assert not report().totals.recomputed
@@ -114,7 +114,7 @@ def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
     assert [row[0] for row in rows[1:4]] == [
         "model.layers.0 ... 2 (3 groups, each)",
         "model.layers.3",
-        "model.layers.4, model.layers.5 (2 groups, each)",
+        "model.layers.4, 5 (2 groups, each)",
     ]
     assert [row[-3:] for row in rows[1:5]] == [
         ["11.00 ms", "20.00 ms", "0.00 ms"],
@@ -265,5 +265,5 @@ def test_the_guide_explains_each_column_and_each_line():
 def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
     groups = tuple(dataclasses.replace(block(k, stall_seconds=0.0), **(other if k == 2 else {})) for k in range(4))
     rows = table(str(Report(groups)), "group")
-    folded = "model.layers.0, model.layers.1, model.layers.3 (3 groups, each)"
+    folded = "model.layers.0, 1, 3 (3 groups, each)"
     assert [row[0] for row in rows[1:3]] == [folded, groups[2].name]

@@ -22,7 +22,6 @@ from .._warnings import warn
 from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay.policy import Policy
-from ..schedule.costs import LayerCost
 from ..schedule.plan import Plan
 from ..schedule.schedules import Roles, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
@@ -206,17 +205,14 @@ class ModelScript(Script[Plan]):
         if found.in_flight > 1 or best.plans[0].peak_bytes is None or all(len(group) == 1 for group in ways):
             return ()
         pairs = [(group[-1].cost, group[-1].held or group[-1].cost) for group in ways]
-        least = found.outside + sum(min(map(_compute_seconds, pair)) for pair in pairs)
+        spans = ((c.gap_forward + c.forward + c.gap_backward + c.backward for c in pair) for pair in pairs)
+        least = found.outside + sum(map(min, spans))
         if best.seconds < (1 + SCATTER) * least:  # [guard: whole replay that cannot be faster -> False]
             self.untried = f"{RECOMPUTING} takes at least {milliseconds(least)} a pass."
             return ()
         plan = found.chosen(excess=excess[0], whole=True)
         peak = (plan.peak_bytes or 0) - found.excess
         return () if peak > limit else (replace(plan, peak_bytes=peak + excess[0]),)
-
-
-def _compute_seconds(cost: LayerCost) -> float:
-    return cost.gap_forward + cost.forward + cost.gap_backward + cost.backward
 
 
 class Tuner(Steering):

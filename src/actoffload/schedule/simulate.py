@@ -78,7 +78,12 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
     order = model_order(len(layers))
     stages = model_stages(layers)
     pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, exact=True)
-    (rank,) = pipeline.run([model_actions(plan)], record=True)
+    actions = {
+        divmod(place, 2): tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps[event])
+        for place, event in enumerate(plan.events())
+        if plan.steps.get(event)
+    }
+    (rank,) = pipeline.run([actions], record=True)
     (without,) = pipeline.run([{}])
     return rank.simulation(without.compute)
 
@@ -292,15 +297,6 @@ def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
     """Return the stages of a model, one for each layer."""
     known = {id(cost): StageCost((cost,)) for cost in layers}  # some are equal
     return [known[id(cost)] for cost in layers]
-
-
-def model_actions(plan: Plan) -> Actions:
-    """Return the actions of a plan by moment."""
-    return {
-        divmod(place, 2): tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps[event])
-        for place, event in enumerate(plan.events())
-        if plan.steps.get(event)
-    }
 
 
 def model_plan(layers: int, actions: Actions) -> Plan:

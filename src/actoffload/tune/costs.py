@@ -26,9 +26,8 @@ from .meter import kind_of as kind_of_computation
 HOST_SECONDS = 600e-6
 """Seconds of the host for one tensor that is offloaded.
 
-It is 250 us where an H100 waits for its host.  More is reckoned, because the host's time varies and that of the device
-does not: Llama 1.1B in a plain loop had steps of 268, 258, 257 and 248 ms with 100, 200, 400 and 800 us, 267 with
-checkpointing.
+It is 250 us where an H100 waits for its host, but the host's time varies: Llama 1.1B in a plain loop had steps of 268,
+258, 257 and 248 ms with 100, 200, 400 and 800 us, and 267 with checkpointing.
 """
 PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05
