@@ -172,7 +172,7 @@ class ModelScript(Script[Plan]):
     def follow(self, plans: tuple[Plan, ...]) -> None:
         """Follow a plan from the pass on that begins now, for which its host memory is pinned."""
         (self.found.plan,) = plans
-        # An earlier plan may come back.
+        # An earlier plan may be kept in the end.
         self.pinned = max(self.pinned, self.found.plan.offloaded_bytes * self.found.in_flight)
         self._engine.fit(self.pinned)
         # Blocks that were cut for the passes before would leave gaps for those with this plan.
