@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import actoffload
-from actoffload import planner, schedule
+from actoffload import schedule
 from actoffload.device import use
 from actoffload.measure import compare_steps, measure_link, measure_step_times, measure_steps
 from actoffload.schedule import LayerCost, Link, StageCost, simulate
@@ -19,7 +19,6 @@ LARGE = 10**20
 COSTS = [LayerCost.even(2**20, forward=0.01, backward=0.02)] * 4
 LINK = Link(d2h=1e9, h2d=1e9)
 PLAN = schedule.DefaultSchedule(1, 4).plan()
-GROUPS = [(planner.Variant(cost),) for cost in COSTS]
 ORDERS = schedule.one_f_one_b(ranks=2, microbatches=4)
 STAGES = [StageCost((COSTS[0],))] * 2
 
@@ -119,39 +118,10 @@ def test_measuring(call: Callable[[], object], expected: str):
         (lambda: schedule.read_order(["1X2"]), "'1X2' is no step of a pipeline; expected a stage"),
         (lambda: schedule.simulate_pipeline([[5]], STAGES, LINK), "orders[0][0] is 5; expected a Step."),
         (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, [5, 5]), "plans[0] is 5; expected a PipelinePlan or"),
-        (lambda: planner.plan_pipeline(ORDERS, [5, 5], LINK), "stages[0] is 5; expected a StageCost."),
-        (lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, names=5), "names is 5; expected a Mapping."),
-        (lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, memory_budget=[1, 2, 3]), "has 3 entries for 2 ranks"),
-        (
-            lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, max_inflight=0),
-            "max_inflight is 0; expected a whole num",
-        ),
-        (lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, fraction="half"), "fraction is 'half'"),
+        (lambda: schedule.simulate_pipeline(ORDERS, [5, 5], LINK), "stages[0] is 5; expected a StageCost."),
         (lambda: schedule.Plan(2, nbytes=(1,)), "nbytes has 1 entries, but the plan has 2 layers; give one for each"),
         (lambda: schedule.Plan(4, names=5), "names is 5; expected a sequence of str."),
     ],
 )
 def test_schedules(call: Callable[[], object], expected: str):
     assert expected in refused(call)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"limit": NAN}, "limit is nan; expected a number of bytes, or None for no limit."),
-        ({"host_seconds": -1}, "host_seconds is -1; expected seconds, finite and 0 or more."),
-        ({"without_bytes": -1}, "without_bytes is -1; expected bytes, 0 or more."),
-        ({"excess": NAN}, "excess is nan; expected a number of bytes."),
-        ({"link": 5}, "link is 5; expected a Link."),
-        ({"names": 5}, "names is 5; expected a sequence of str."),
-    ],
-)
-def test_searches(options: dict[str, Any], expected: str):
-    arguments: dict[str, Any] = {"names": "abcd", "link": LINK, **options}
-    assert refused(lambda: planner.choose(groups=GROUPS, **arguments)) == expected
-
-
-def test_groups_of_a_search():
-    assert refused(lambda: planner.choose("abcd", COSTS, LINK)).startswith("groups[0] is LayerCost(")
-    assert "There are 3 names and 4 groups" in refused(lambda: planner.choose("abc", GROUPS, LINK))
-    assert refused(lambda: planner.frontier("abcd", GROUPS, LINK, points=0)).startswith("points is 0; expected")

@@ -36,7 +36,7 @@ _TORCH_PAGES = {
     "generated/{}.html": "Stream nn.Module nn.Linear cuda.graph cuda.set_sync_debug_mode",
 }
 TORCH_PAGES = {f"torch.{n}": page.format(f"torch.{n}") for page, names in _TORCH_PAGES.items() for n in names.split()}
-PACKAGES = ("", ".planner", ".schedule", ".report", ".pipeline", ".context", ".measure", ".moe", ".device")
+PACKAGES = ("", ".schedule", ".report", ".pipeline", ".context", ".measure", ".moe", ".device")
 # These are imported only for annotations, as matplotlib is optional: signatures have the bare names.
 MATPLOTLIB = "https://matplotlib.org/stable/api/_as_gen/"
 MATPLOTLIB_NAMES = {"Axes": "matplotlib.axes.Axes", "Figure": "matplotlib.figure.Figure"}

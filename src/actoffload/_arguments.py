@@ -51,12 +51,6 @@ def check_bytes(**arguments: Any) -> None:
     check_fits("bytes, 0 or more", lambda value: value >= 0, **arguments)
 
 
-def check_limit(**arguments: Any) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument that is neither a number nor None; NaN is neither."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    check_fits("a number of bytes, or None for no limit", lambda value: value >= -math.inf, **given)
-
-
 def check_kind(kind: type, expected: str = "", **arguments: object) -> None:
     """Raise a `TypeError` for the first argument that is of another class; by default, that is `expected`."""
     for name, value in arguments.items():

@@ -53,7 +53,7 @@ def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_f
 
 
 def test_the_host_memory_of_a_plan_stays_while_whole_replay_is_tried():
-    device, model, handle = started(1e6, memory_budget=16 * MIB)
+    device, model, handle = started(1e6, memory_budget=17 * MIB)
     planned, taken, empty_host = False, [], device.empty_host
     device.slow = lambda: 2.0 if planned else 1.0
     device.empty_host = lambda nbytes: (taken.append(len(seen)), empty_host(nbytes))[1]

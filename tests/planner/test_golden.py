@@ -64,10 +64,10 @@ def plans_of_pipelines() -> Iterator[tuple[str, Numbers]]:
     ways = {k: (convex(),) * 4 for k in range(4)}
     again = [StageCost((convex()[0].cost,) * 4)] * 4
     cases: dict[str, tuple[Any, ...]] = {
-        "eight ranks": (one_f_one_b(8, 32), [stage] * 8, Link(10e9, 10e9), {"memory_budget": 3680 * MIB}),
+        "eight ranks": (one_f_one_b(8, 32), [stage] * 8, Link(10e9, 10e9), {"budget": 3680 * MIB}),
         "interleaved": (
             *(interleaved_1f1b(2, 16), [stage] * 4),
-            *(Link(13e9, 13e9, both=20e9), {"memory_budget": 1872 * MIB}),
+            *(Link(13e9, 13e9, both=20e9), {"budget": 1872 * MIB}),
         ),
         "fraction": (one_f_one_b(4, 16), [stage] * 4, Link(40e9, 40e9), {"fraction": 0.5}),
         "delta": (one_f_one_b(4, 16), [stage] * 4, Link(40e9, 40e9), {"delta_bytes_per_rank": 256 * MIB}),
@@ -75,16 +75,17 @@ def plans_of_pipelines() -> Iterator[tuple[str, Numbers]]:
             one_f_one_b(4, 16),
             [stage] * 4,
             Link(12e9, 12e9),
-            {"memory_budget": 2624 * MIB, "max_inflight": 2},
+            {"budget": 2624 * MIB, "max_inflight": 2},
         ),
-        "budget": (one_f_one_b(4, 16), [stage] * 4, Link(20e9, 20e9), {"memory_budget": 2 * GIB}),
-        "least": (one_f_one_b(4, 8), [stage] * 4, Link(20e9, 20e9), {"memory_budget": 100 * MIB}),
-        "breadth": (looped_bfs(2, 8), [stage] * 4, Link(20e9, 20e9), {"memory_budget": 4 * GIB}),
-        "split": (zero_bubble, split, Link(1000, 1000), {"memory_budget": 200}),
-        "again": (one_f_one_b(4, 8), again, Link(9e9, 9e9), {"memory_budget": 9 * GIB, "variants": ways}),
+        "budget": (one_f_one_b(4, 16), [stage] * 4, Link(20e9, 20e9), {"budget": 2 * GIB}),
+        "least": (one_f_one_b(4, 8), [stage] * 4, Link(20e9, 20e9), {"budget": 100 * MIB}),
+        "breadth": (looped_bfs(2, 8), [stage] * 4, Link(20e9, 20e9), {"budget": 4 * GIB}),
+        "split": (zero_bubble, split, Link(1000, 1000), {"budget": 200}),
+        "again": (one_f_one_b(4, 8), again, Link(9e9, 9e9), {"budget": 9 * GIB, "variants": ways}),
     }
     for name, (orders, stages, link, given) in cases.items():
-        plans = plan_pipeline(orders, stages, link, **given)
+        budget = given.pop("budget", None)
+        plans = plan_pipeline(orders, stages, link, budgets=[budget] * len(orders), **given)
         yield name, [plans[0].seconds or 0.0, *(plan.peak_bytes or 0 for plan in plans)]
 
 

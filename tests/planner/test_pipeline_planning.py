@@ -62,7 +62,7 @@ def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
     orders, count, split = data.draw(pipeline_cases.orders_of_schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
     budget = data.draw(st.integers(100, 1500))
-    plans = plan_pipeline(orders, stages, Link(64.0, 64.0), memory_budget=budget)
+    plans = plan_pipeline(orders, stages, Link(64.0, 64.0), budgets=[budget] * len(orders))
     found = simulated(orders, stages, Link(64.0, 64.0), plans)
     for plan, rank, without in zip(plans, found.ranks, found.baseline, strict=True):
         if rank.device_peak_bytes > budget:
@@ -80,7 +80,7 @@ def test_dense_interleaved_drops_by_60_percent(ranks: int) -> None:
     for link in (Link(rate, rate), Link(rate, rate, both=1.6 * rate)):
         without = simulate_pipeline(orders, stages, link).baseline
         limit = round(0.4 * max(rank.device_peak_bytes for rank in without))
-        plans = plan_pipeline(orders, stages, link, memory_budget=limit)
+        plans = plan_pipeline(orders, stages, link, budgets=[limit] * len(orders))
         found = simulated(orders, stages, link, plans)
         assert max(rank.device_peak_bytes for rank in found.ranks) <= limit
         assert found.slowdown <= 1.05
@@ -140,16 +140,16 @@ def test_copies_in_flight() -> None:
 def test_a_budget_costs_time_only_if_it_must() -> None:
     orders, stages, link = one_f_one_b(4, 16), [STAGE] * 4, Link(20e9, 20e9)
     free = plan_pipeline(orders, stages, link, fraction=1.0)
-    enough = plan_pipeline(orders, stages, link, memory_budget=3000 * MIB)
+    enough = plan_pipeline(orders, stages, link, budgets=[3000 * MIB] * len(orders))
     assert enough[0].seconds == pytest.approx(free[0].baseline_seconds, rel=0.002)
     assert enough[0].offloaded_bytes < free[0].offloaded_bytes
     assert enough[2].transfers == {}
     budgets = [free[0].peak_bytes * 3 // 5, 4096 * MIB, 4096 * MIB, 4096 * MIB]
-    tight = plan_pipeline(orders, stages, link, memory_budget=budgets)
+    tight = plan_pipeline(orders, stages, link, budgets=budgets)
     assert tight[0].peak_bytes <= budgets[0]
     assert tight[0].because.startswith("No plan of this rank without a cost in time is within the limit of")
     assert tight[1].transfers == {}
-    least = plan_pipeline(orders, stages, link, memory_budget=100 * MIB)
+    least = plan_pipeline(orders, stages, link, budgets=[100 * MIB] * len(orders))
     assert all(plan.because.startswith("No plan of this rank is within the limit of 100.0 MiB") for plan in least)
     assert least[0].peak_bytes < tight[0].peak_bytes
 
@@ -166,8 +166,8 @@ def test_recomputation_only_where_a_budget_needs_it() -> None:
     ways = {stage: (recomputable(),) * 4 for stage in range(4)}
     stages = [StageCost(tuple(of[0].cost for of in ways[stage])) for stage in range(4)]
     orders, link = one_f_one_b(4, 16), Link(4e9, 4e9)
-    without = plan_pipeline(orders, stages, link, memory_budget=2048 * MIB)
-    plans = plan_pipeline(orders, stages, link, memory_budget=2048 * MIB, variants=ways)
+    without = plan_pipeline(orders, stages, link, budgets=[2048 * MIB] * len(orders))
+    plans = plan_pipeline(orders, stages, link, budgets=[2048 * MIB] * len(orders), variants=ways)
     assert all(plan.peak_bytes <= 2048 * MIB for plan in plans)
     assert plans[0].seconds < without[0].seconds
     assert any(saves is not None for saves in plans[0].saves[0])

@@ -149,9 +149,9 @@ def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], lim
 def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
     ranks = model_ranks(costs, link)
     profile = ranks.profiles[0]
-    parts = profile.parts[: data.draw(st.integers(0, len(profile.parts)))]
-    groups = {profile.spots.all[k].chunk.stage for part in parts for k in part}
-    least = profile.leanest(parts)
+    kinds = profile.kinds[: data.draw(st.integers(0, len(profile.kinds)))]
+    groups = {profile.spots.all[k].chunk.stage for kind in kinds for k in kind}
+    least = profile.leanest(kinds)
     limit = data.draw(st.integers(0, 2 * least))
     found, seconds = placed(ranks, groups, limit)
     assert found.peak_bytes >= least

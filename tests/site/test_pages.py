@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.m
 
 API = sorted(page for page in (ROOT / "docs" / "api").glob("*.md") if page.stem != "index")
 PACKAGES = (
-    *("", ".planner", ".schedule", ".report", ".report.plots", ".context", ".moe", ".device"),
+    *("", ".schedule", ".report", ".report.plots", ".context", ".moe", ".device"),
     *(".measure", ".machine", ".integrations"),
 )
 

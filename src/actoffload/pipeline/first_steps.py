@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .._text import milliseconds, register, size
 from .._warnings import warn
@@ -103,9 +103,8 @@ def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = Fal
             return plans
     least = min((each.limit for each in measured if each.limit is not None), default=None)
     budgets = [least if each.limit is None else each.limit for each in measured]
-    known = [budget for budget in budgets if budget is not None]
-    much: dict[str, Any] = {"memory_budget": known} if known else {"fraction": 0.0}
-    plans = plan(variants=variants, whole=whole, **much)
+    fraction = 0.0 if least is None else None  # without a limit nothing is offloaded
+    plans = plan(variants=variants, whole=whole, budgets=budgets, fraction=fraction)
     return tuple(
         found if not found.idle or found.because else replace(found, because=fits(found.peak_bytes or 0, budget))
         for found, budget in zip(plans, budgets, strict=True)

@@ -8,25 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf, isfinite
-from typing import Any
+from math import inf
 
-from .._arguments import (
-    check_bytes,
-    check_fits,
-    check_fraction,
-    check_kind,
-    check_kinds,
-    check_limit,
-    check_seconds,
-    check_whole,
-    number_of_bytes,
-)
 from .._text import size
 from ..schedule.costs import Link, StageCost
 from ..schedule.pipeline import PipelinePlan, Step
 from ..schedule.plan import Plan
-from ..schedule.simulate import check_pipeline, model_order, model_plan, model_stages, simulate
+from ..schedule.simulate import model_order, model_plan, model_stages, simulate
 from .placement import ROUNDING, Knobs, Placement, Profile
 from .search import Ranks, StageVariants
 from .variants import Variant
@@ -38,10 +26,13 @@ FREE = 0.002  # of the step, by which a plan of a pipeline without a cost may ta
 LEANEST = "This is about the smallest peak that a plan reaches."
 FASTEST = "This is the fastest plan that was found with at most this peak."
 
+Groups = Sequence[Sequence[Variant]]
+"""The ways to run each group of a model, in execution order; the first is without recomputation."""
+
 
 def choose(
     names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
+    groups: Groups,
     link: Link,
     *,
     limit: int | None = None,
@@ -51,59 +42,14 @@ def choose(
     host_limit: int | None = None,
     whole: bool = False,
 ) -> Plan:
-    """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
+    """Return the fastest plan of a model within a limit of device memory, or with about the smallest peak.
 
-    If no plan is within the limit, it is the fastest with about the smallest peak.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The groups, in execution order.
-    groups : sequence of sequence of Variant
-        The ways to run each group; the first is without recomputation.
-    link : Link
-        How fast copies are.
-    limit : int, optional
-        Bytes of device memory in forward and backward; None for no limit.
-    host_seconds : float
-        Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
-    without_bytes : int, optional
-        Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
-        to.
-    excess : int
-        Bytes by which a pass may take more device memory than the costs add up to; the plan leaves room for them
-        within the limit.
-    host_limit : int, optional
-        Bytes of host memory for what is offloaded in one step; None for no limit.
-    whole : bool
-        Whether every group is run in the last of its ways, as activation checkpointing runs it.
-
-    Returns
-    -------
-    Plan
-        The plan, with its expected time and peak, and the reason in ``because``.
-
-    Raises
-    ------
-    ValueError
-        If there are not as many names as groups, or none.
-
-    Examples
-    --------
-    >>> from actoffload.planner import Variant, choose
-    >>> from actoffload.schedule import LayerCost, Link
-    >>> plain = LayerCost.even(2**30, forward=0.010, backward=0.020)
-    >>> recomputed = LayerCost.even(2**28, forward=0.010, backward=0.024)
-    >>> group = (Variant(plain), Variant(recomputed, saves=("aten.mm.default#0",)))
-    >>> plan = choose("abcdefgh", [group] * 8, Link(d2h=5e10, h2d=5e10), limit=3 * 2**30)
-    >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
-    (True, True, True)
+    `host_seconds` are those of the host for each saved tensor of an offloaded group, in forward and again in backward.
+    `without_bytes` is the measured peak without offloading, `excess` what a pass takes beyond the sum of the costs,
+    `host_limit` the host memory for one step.  With `whole` every group is run in the last of its ways, as activation
+    checkpointing runs it.
     """
-    models = _models(names, groups, link, host_seconds, host_limit, whole=whole)
-    check_limit(limit=limit)
-    if without_bytes is not None:
-        check_bytes(without_bytes=without_bytes)
-    check_fits("a number of bytes", isfinite, excess=excess)
+    models = _models(names, groups, link, host_seconds, Knobs(host_limit=host_limit, whole=whole))
     most = inf if limit is None else limit - excess
     without = models[0].baseline_peaks[0] if without_bytes is None else without_bytes
     plan = _best(models, most)
@@ -118,7 +64,7 @@ def choose(
 
 def frontier(
     names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
+    groups: Groups,
     link: Link,
     *,
     host_seconds: float = 0.0,
@@ -127,31 +73,12 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
 
-    ``because`` says what each plan is among them, and names no limit, because none was given.
-
-    Parameters
-    ----------
-    names, groups, link, host_seconds, host_limit
-        As in `choose`.
-    points : int
-        Number of limits of device memory, at equal distances, for which a plan is searched.
-
-    Examples
-    --------
-    >>> from actoffload.planner import Variant, frontier
-    >>> from actoffload.schedule import LayerCost, Link
-    >>> group = (Variant(LayerCost.even(2**30, forward=0.010, backward=0.020)),)
-    >>> for plan in frontier(["a", "b", "c", "d"], [group] * 4, Link(d2h=5e10, h2d=5e10), points=4):
-    ...     print(f"{plan.peak_bytes / 2**30:.2f} GiB {plan.seconds * 1e3:.0f} ms")
-    1.00 GiB 170 ms
-    2.00 GiB 134 ms
-    3.00 GiB 120 ms
+    They are searched for so many limits, at equal distances.  ``because`` names no limit, because none was given.
     """
-    models = _models(names, groups, link, host_seconds, host_limit)
-    check_whole(points=points, least=1)
+    models = _models(names, groups, link, host_seconds, Knobs(host_limit=host_limit))
     leanest, kept = _best(models, 0), _best(models, inf)
     low, high = leanest.peak_bytes or 0, kept.peak_bytes or 0
-    limits = [low + (high - low) * k // max(points - 1, 1) for k in range(1, points - 1)]
+    limits = [low + (high - low) * k // (points - 1) for k in range(1, points - 1)]
     between = (replace(_best(models, limit), because=FASTEST) for limit in limits)
     plans = [replace(leanest, because=LEANEST), *between, replace(kept, because="This plan offloads nothing.")]
     found: list[Plan] = []
@@ -161,33 +88,13 @@ def frontier(
     return tuple(found)
 
 
-def _models(
-    names: Sequence[str],
-    groups: Sequence[Sequence[Variant]],
-    link: Link,
-    host_seconds: float,
-    host_limit: int | None,
-    *,
-    whole: bool = False,
-) -> list[_Model]:
+def _models(names: Sequence[str], groups: Groups, link: Link, host_seconds: float, knobs: Knobs) -> list[_Model]:
     """Return the model with all that is made again held until its last use, and without, if that is not the same."""
-    check_kinds(str, names=names)
-    check_kind(Link, link=link)
-    check_seconds(host_seconds=host_seconds)
-    check_limit(host_limit=host_limit)
-    check_kinds(Sequence, groups=groups)
-    for number, group in enumerate(groups):
-        check_kinds(Variant, optional=False, **{f"groups[{number}]": group})
-    if not names or len(names) != len(groups) or not all(groups):
-        raise ValueError(
-            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
-        )
-    given = link, host_seconds, Knobs(host_limit=host_limit, whole=whole)
-    lean = _Model(names, groups, *given, holds=False)
+    lean = _Model(names, groups, link, host_seconds, knobs, holds=False)
     if not any(way.held for group in groups for way in group):
         return [lean]
     held = [[replace(way, cost=way.held or way.cost) for way in group] for group in groups]
-    return [_Model(names, held, *given, holds=True), lean]
+    return [_Model(names, held, link, host_seconds, knobs, holds=True), lean]
 
 
 def _best(models: Sequence[_Model], limit: float) -> Plan:
@@ -207,14 +114,7 @@ class _Model(Ranks):
     """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        groups: Sequence[Sequence[Variant]],
-        link: Link,
-        host_seconds: float,
-        knobs: Knobs,
-        *,
-        holds: bool,
+        self, names: Sequence[str], groups: Groups, link: Link, host_seconds: float, knobs: Knobs, *, holds: bool
     ) -> None:
         stages, variants = model_stages([group[0].cost for group in groups]), dict(enumerate([each] for each in groups))
         super().__init__([model_order(len(groups))], stages, link, variants, knobs, host_seconds)
@@ -276,73 +176,22 @@ def plan_pipeline(
     *,
     names: Mapping[int, Sequence[str]] | None = None,
     fraction: float | None = None,
-    delta_bytes_per_rank: int | str | None = None,
+    delta_bytes_per_rank: int | None = None,
     max_inflight: int | None = None,
-    memory_budget: int | str | Sequence[int | str] | None = None,
+    budgets: Sequence[int | None] | None = None,
     variants: StageVariants | None = None,
     whole: bool = False,
 ) -> tuple[PipelinePlan, ...]:
-    """Return what each rank of a pipeline offloads, and when.
+    """Return what each rank of a pipeline offloads, and when; nothing without a limit.
 
-    Without a budget, a fraction or another limit nothing is offloaded.
-
-    Parameters
-    ----------
-    orders, stages, link
-        As in `simulate_pipeline`.
-    names : mapping of int to sequence of str, optional
-        Names of the groups of each stage; by default their numbers.
-    fraction : float, optional
-        Fraction of the bytes of each microbatch to offload, if there is time to copy them.
-    delta_bytes_per_rank : int or str, optional
-        Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
-        `fraction`.
-    max_inflight : int, optional
-        Groups that are copied to the host at a time, at most, from the start of their forward; what would be one more
-        is kept.  Reloads are not limited.
-    memory_budget : int, str or sequence of these, optional
-        Device memory of each rank: bytes, or text such as ``"24GiB"``.  Each rank offloads the least that keeps within
-        it, at a cost in time if there is no other way.
-    variants : mapping, optional
-        Ways to run the groups with recomputation, the first without; they are used only where a budget cannot be
-        reached without a cost in time, and only if they cost less.
-    whole : bool
-        Whether every group is run in the last of its ways, as activation checkpointing runs it.
-
-    Returns
-    -------
-    tuple of PipelinePlan
-        One for each rank, the same on every rank that calls this with the same arguments.  If a rank cannot keep
-        within its budget, its plan has the smallest peak that was found, and `PipelinePlan.because` says so.
-
-    Examples
-    --------
-    >>> from actoffload.planner import plan_pipeline
-    >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
-    >>> group = LayerCost.even(2**28, forward=0.010, backward=0.020)
-    >>> orders = one_f_one_b(ranks=4, microbatches=16)
-    >>> plans = plan_pipeline(
-    ...     orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9), memory_budget="1792MiB"
-    ... )
-    >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
-    [1792, 1792, 1792, 1024]
+    `fraction` of the bytes of each microbatch is offloaded if there is time to copy them, on rank `r` at least
+    ``r * delta_bytes_per_rank`` bytes less.  At most `max_inflight` groups are copied to the host at a time.  With
+    `budgets`, bytes of device memory, each rank offloads the least that keeps within its own, at a cost in time if
+    there is no other way; then `variants` are used where they cost less.  The plan of a rank that cannot keep within
+    its budget has the smallest peak that was found, and says so.  `whole` is as in `choose`.
     """
-    check_pipeline(orders, stages, link)
-    if names is not None:
-        check_kind(Mapping, names=names)
-    if variants is not None:
-        check_kind(Mapping, variants=variants)
-    check_whole(max_inflight=max_inflight, optional=True, least=1)
-    delta = number_of_bytes("delta_bytes_per_rank", delta_bytes_per_rank, optional=True)
-    if fraction is not None:
-        check_fraction(fraction)
-    budgets: Sequence[Any] = [memory_budget] * len(orders)
-    if isinstance(memory_budget, Sequence) and not isinstance(memory_budget, str):
-        budgets = memory_budget
-    if len(budgets) != len(orders):
-        raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
-    budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
-    knobs = Knobs(fraction, delta, max_inflight, whole=whole)
+    budgets = [None] * len(orders) if budgets is None else budgets
+    knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight, whole=whole)
     ranks = Ranks(orders, stages, link, variants or {}, knobs)
     for rank, budget in enumerate(budgets):
         if budget is not None and variants:
@@ -378,11 +227,9 @@ def plan_pipeline(
 
 def _chosen(rank: Profile, knobs: Knobs, budget: int | None, allowed: float) -> tuple[Placement, str]:
     """Return what a rank does, and why."""
-    by_hand = knobs.fraction is not None or knobs.delta_bytes is not None
-    if budget is None and not by_hand and knobs.max_inflight is None:
-        return rank.nothing, ""
-    if budget is None or (by_hand and rank.free.peak_bytes <= budget):
-        return rank.free, ""
+    if budget is None:
+        by_hand = (knobs.fraction, knobs.delta_bytes, knobs.max_inflight) != (None, None, None)
+        return rank.free if by_hand else rank.nothing, ""
     found, limit = rank.within(budget, allowed), f"is within the limit of {size(budget)}"
     if found is None:
         return rank.smallest(), f"No plan of this rank {limit}; this one has the smallest peak."

@@ -15,12 +15,8 @@ from ..schedule.pipeline import Actions, Chunk, Computation, Moment, Step, Trans
 from ..schedule.run import RankRun
 from ..schedule.simulate import Pipeline
 
-PHASES = 0, 2, 1, 3
-"""Microbatches by remainder, in the order in which they are added: so that those of a part are at equal distances."""
-
-MARGIN = 0.1  # part of the time of a copy by which it is expected to be late
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-FEW, MANY = 3, 100  # numbers of parts that are tried for a limit, from the fewest that fit; one alone of many parts
+FEW = 2  # numbers of kinds that are tried for a limit, from the fewest that fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +93,14 @@ class Profile:
         room = sum(self.times[kind[0]].nbytes for _, kind in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
-        # Of the groups of stages that may be offloaded: the chunks in parts, and those for which there is time.
-        self.parts, self._free = list[list[int]](), list[list[int]]()
+        # The kinds of chunks that may be offloaded, and those for which there is time.
+        self.kinds, self._free = list[list[int]](), list[list[int]]()
         for seconds, kind in idle:
             nbytes = self.times[kind[0]].nbytes
             if nbytes <= room and nbytes * len(kind) <= host:
                 room, host = room - nbytes, host - nbytes * len(kind)
-                parts = ([k for k in kind if self._phase(k) == phase] for phase in PHASES)
-                self.parts += filter(None, parts)
+                self.kinds.append(kind)
                 self._free += [kind] if seconds > 0 else []
-
-    def _phase(self, k: int) -> int:
-        """Return the part of its kind to which a chunk belongs: each has a fourth of the microbatches."""
-        return self.spots.all[k].chunk.microbatch % len(PHASES)
 
     def _idle(self) -> list[tuple[float, list[int]]]:
         """Return the spots of each group of each stage, those first that are idle longest, with the seconds."""
@@ -135,21 +126,21 @@ class Profile:
 
     def smallest(self) -> Placement:
         """Return the placement with the smallest peak that can be had at any cost."""
-        return self.place(chain.from_iterable(self.parts), 0)
+        return self.place(chain.from_iterable(self.kinds), 0)
 
     def within(self, limit: float, free: float, allowed: float = inf) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is the one of the fewest parts.
+        Of those that take at most `free` seconds it is the one of the fewest kinds.
         """
         if self.peak_bytes <= limit:
             return self.nothing, self.seconds(self.nothing)
         found = None
-        largest = sorted(self.parts, key=lambda part: -self.times[part[0]].nbytes)
-        for order in (self.parts,) if largest == self.parts else (self.parts, largest):
+        largest = sorted(self.kinds, key=lambda kind: -self.times[kind[0]].nbytes)
+        for order in (self.kinds,) if largest == self.kinds else (self.kinds, largest):
             numbers = range(1, len(order) + 1)
             least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
-            for number in numbers[least : least + (FEW if len(order) < MANY else 1)]:
+            for number in numbers[least : least + FEW]:
                 placement = self.place(chain.from_iterable(order[:number]), limit)
                 if placement.peak_bytes > limit:
                     continue
@@ -166,9 +157,9 @@ class Profile:
         actions[self.rank] = placement.actions()
         return max(run.compute for run in self._pipeline.run(actions, allowed=allowed))
 
-    def leanest(self, parts: Sequence[list[int]] | None = None) -> int:
-        """Return a bound of the smallest peak with some parts, or with all."""
-        chosen = chain.from_iterable(self.parts if parts is None else parts)
+    def leanest(self, kinds: Sequence[list[int]] | None = None) -> int:
+        """Return a bound of the smallest peak with some kinds, or with all."""
+        chosen = chain.from_iterable(self.kinds if kinds is None else kinds)
         return max(self.needs_with({k: self.spots.all[k].saved + 1 for k in chosen}), default=0)
 
     def needs_with(self, releases: Mapping[int, int]) -> list[int]:
@@ -201,8 +192,7 @@ class Profile:
         """Return the last moment at which the reload of each chunk can start without a stall."""
         when, spots, latest, free = self.when, self.spots.all, dict[int, int](), inf
         for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
-            late = MARGIN * self.times[k].back
-            free = min(when[use] - self._ahead[k] - late, free - self.times[k].back - late)
+            free = min(when[use] - self._ahead[k], free - self.times[k].back)
             latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
 
@@ -217,7 +207,7 @@ class Profile:
                 if len(ends) >= max_inflight:
                     continue
             done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
-            m = min(bisect_left(when, done + MARGIN * times.out, spot.saved + 1), spot.use)
+            m = min(bisect_left(when, done, spot.saved + 1), spot.use)
             if limit == inf and m >= latest[k]:
                 continue  # used too soon
             found[k], queue = m, done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -18,48 +18,25 @@ STEPS = 12  # into which the outputs of a group are divided
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """One operator of a recomputed group.
+    """One operator of a recomputed group."""
 
-    Parameters
-    ----------
-    name : str
-        The operator, and how often the group has called it before, as ``aten.mm.default#2``.
-    seconds : float
-        Time of the device.
-    sizes : tuple of int
-        Bytes of each output; none if they cannot be saved, or are not needed.
-    reads : tuple of int
-        Positions of the operators whose outputs it reads.
-    needed : bool
-        Whether autograd needs its outputs; otherwise it runs again only if one reads them that does.
-    returned : int
-        Bytes of the output that the group returns; 0 if none is.  It counts as an input of the next group, which saves
-        it in any case.
-    unsaved : tuple of int
-        Positions of the operators of which it reads results that autograd does not save: these run again with it, also
-        where other results of theirs stay.
-    segment : int
-        The part of the group that calls it: what one part saves is made again, used and freed before the next.
-    kept : int
-        Bytes of its saved results that are made again wherever the group is recomputed: casts of weights, and results
-        that another operator makes too.
-    gradient : int
-        Bytes of its largest saved output, for which backward makes a gradient; 0 if it is no output.
-    twice : int
-        Bytes of its saved results that backward makes for a later segment, frees, and makes again for this one, unless
-        they are held.
-    """
-
-    name: str
-    seconds: float
-    sizes: tuple[int, ...]
-    reads: tuple[int, ...] = ()
-    needed: bool = True
+    name: str  # and how often the group has called it before, as "aten.mm.default#2"
+    seconds: float  # of the device
+    sizes: tuple[int, ...]  # bytes of each output; none if they cannot be saved, or are not needed
+    reads: tuple[int, ...] = ()  # positions of the operators whose outputs it reads
+    needed: bool = True  # by autograd; otherwise it runs again only if one reads its outputs that does
+    # Bytes of the output that the group returns, or 0.  It counts as an input of the next group, which saves it anyway.
     returned: int = 0
+    # Positions of the operators of which it reads results that autograd does not save: these run again with it, also
+    # where other results of theirs stay.
     unsaved: tuple[int, ...] = ()
-    segment: int = 0
+    segment: int = 0  # of the group: what one part saves is made again, used and freed before the next
+    # Bytes of its saved results that are made again wherever the group is recomputed: casts of weights, and results
+    # that another operator makes too.
     kept: int = 0
-    gradient: int = 0
+    gradient: int = 0  # bytes of its largest saved output, for which backward makes a gradient; 0 if it is no output
+    # Bytes of its saved results that backward makes for a later segment, frees, and makes again for this one, unless
+    # they are held.
     twice: int = 0
 
     @property
@@ -78,22 +55,11 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a group.
-
-    Parameters
-    ----------
-    cost : LayerCost
-        What it costs.
-    saves : tuple of str, optional
-        Names of the operators whose outputs are saved where the group is recomputed; empty if all of it is run again.
-        None for a group that is not recomputed.
-    held : LayerCost, optional
-        What it costs if all that is made again stays on the device until its last use; None if that is the same.
-    """
+    """One way to run a group: what it costs, and which outputs are saved where it is recomputed."""
 
     cost: LayerCost
-    saves: tuple[str, ...] | None = None
-    held: LayerCost | None = None
+    saves: tuple[str, ...] | None = None  # names of operators; None for a group that is not recomputed
+    held: LayerCost | None = None  # the cost if all that is made again stays until its last use; None if it is the same
 
     def map(self, change: Callable[[LayerCost], LayerCost]) -> Variant:
         """Return the way with its costs changed by a function."""
@@ -115,29 +81,25 @@ def correct_times(operators: Sequence[OperatorCost], seconds: float) -> tuple[Op
 def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[Variant, ...]:
     """Return the ways to run a group, from the most bytes saved to none; the first is without recomputation.
 
-    Parameters
-    ----------
-    whole : LayerCost
-        The group when all of it was recomputed.
-    operators : tuple of OperatorCost
-        All of its operators, with times as `correct_times` makes them for its forward.
+    `whole` is the group when all of it was recomputed, with times of operators as `correct_times` makes them.
 
-    Notes
-    -----
     The saved outputs of the operators are ordered by the seconds that each byte spares, so that the ways lie on a
     convex curve of bytes against seconds.  What is made again lies on the device one segment at a time; what `whole`
     needs beyond the largest segment, such as gradients, every way needs.  None needs more than `whole`, which frees a
     part within a segment.
     """
     order = _worth_in_order(operators)
+    if not order:
+        return (Variant(whole),)
     whole_again, total = operators_again(operators, ()), _seconds(operators)
     every = _seconds(whole_again) + _seconds(_repeated(whole_again, ()))
     largest, gradient = _transient(operators, ()), max((each.gradient for each in operators), default=0)
     # Less than a segment may lie on the device at a time, so that its bytes hide those of the gradients.
     hidden = max(whole.backward_temporary - largest, min(gradient, whole.backward_temporary - gradient), 0)
     times = list(accumulate((each.seconds for each in operators), initial=0.0))
-    found = []
-    for number in (len(order), *_steps([each.nbytes for each in order], STEPS)):
+    sums, found = list(accumulate(each.nbytes for each in order)), []
+    fewer = {bisect_right(sums, sums[-1] * step / STEPS) for step in range(STEPS)} - {len(order)}
+    for number in (len(order), *sorted(fewer, reverse=True)):
         names = {each.name for each in order[:number]}
         again = operators_again(operators, names)
         repeated = _repeated(again, names)
@@ -165,8 +127,6 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
             host_backward=max(cost.host_backward - whole.host_forward * len(repeated) / len(operators), 0.0),
         )
         found.append(Variant(cost, tuple(each.name for each in order[:number]), held=held if repeated else None))
-    if not order:
-        return (Variant(whole),)
     plain = replace(found[0].cost, kept_bytes=whole.kept_bytes + sum(each.kept for each in operators))
     return (Variant(plain), *(found if plain != found[0].cost else found[1:]))
 
@@ -225,15 +185,3 @@ def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, 
         names.add(each.name)
         now -= spares
     return tuple(found)
-
-
-def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
-    """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
-    before, sums = len(sizes), list(accumulate(sizes))
-    for step in range(1, steps) if sizes else ():
-        number = bisect_right(sums, sums[-1] * (steps - step) / steps)
-        if 0 < number < before:
-            yield number
-            before = number
-    if sizes:
-        yield 0
