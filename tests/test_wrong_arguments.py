@@ -117,7 +117,7 @@ def test_measuring(call: Callable[[], object], expected: str):
         (lambda: schedule.read_order(5), "actions is 5; expected a Iterable."),
         (lambda: schedule.read_order(["1X2"]), "'1X2' is no step of a pipeline; expected a stage"),
         (lambda: schedule.simulate_pipeline([[5]], STAGES, LINK), "orders[0][0] is 5; expected a Step."),
-        (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, [5, 5]), "plans[0] is 5; expected a PipelinePlan or"),
+        (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, [5, 5]), "plans[0] is 5; expected a Plan or"),
         (lambda: schedule.simulate_pipeline(ORDERS, [5, 5], LINK), "stages[0] is 5; expected a StageCost."),
         (lambda: schedule.Plan(2, nbytes=(1,)), "nbytes has 1 entries, but the plan has 2 layers; give one for each"),
         (lambda: schedule.Plan(4, names=5), "names is 5; expected a sequence of str."),

@@ -168,10 +168,9 @@ class OffloadContext(Offloading, ContextDecorator):
 
     def _check_layers(self, last: Pass | None) -> None:
         """Warn, once, if passes have too few layers, and none with all has a backward of its own in between."""
-        roles = self._engine.roles
-        if last is None or last.aborted or not last.backward_begun or not roles.planned:
+        if last is None or last.aborted or not last.backward_begun or not self.plan.steps:
             return
-        ran, expected = len(last.layers), roles.plan.model_layers
+        ran, expected = len(last.layers), self.plan.model_layers
         if ran == expected:
             self._short.clear()  # [guard: early exits between whole passes]
             return
@@ -228,7 +227,7 @@ class OffloadContext(Offloading, ContextDecorator):
             latest,
             self.statistics(),
             self._log.recording,
-            because="" if self._engine.roles.planned else UNPLANNED,
+            because=UNPLANNED if self.plan.manual else "",
             context=True,
         )
 
@@ -467,7 +466,7 @@ def get_cpu_offload_context(
     if not enabled:
         plan = Plan(1)
     elif manual_synchronization:
-        plan = Plan(model_layers)
+        plan = Plan(model_layers, manual=True)
     else:
         check_whole(num_layers=num_layers)
         assert num_layers is not None

@@ -83,7 +83,7 @@ def compare(device: torch.device) -> dict[str, dict[str, Any]]:
                 got, peaks = train(schedule, modules, partial(note, handle, steps))
                 equal(got, want)
                 check(f"{name}, {way}", handle, steps, arguments.get("memory_budget"))
-                found[f"{name}, {way}"] = {"peaks": peaks, "without": without, "offloads": bool(handle.plan.transfers)}
+                found[f"{name}, {way}"] = {"peaks": peaks, "without": without, "offloads": bool(handle.plan.offloaded)}
                 handle.remove()
                 del schedule, modules, handle
     return found

@@ -19,7 +19,7 @@ from actoffload.pipeline.first_steps import RankCosts
 from actoffload.planner import Variant
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved
 from actoffload.schedule.costs import StageCost
-from actoffload.schedule.pipeline import Computation, Step
+from actoffload.schedule.orders import Computation, Step
 from actoffload.tune.exchange import Exchange, LostRankError, Settings
 from actoffload.tune.findings import Findings, Room
 from actoffload.tune.meter import Peak, Shown

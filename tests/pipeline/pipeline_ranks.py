@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from actoffload.device import use
-from actoffload.schedule import PipelinePlan
+from actoffload.schedule import Do, Plan
 from actoffload.tune import exchange
 
 __all__ = ["BAD", "OTHER", "RECOMPUTED", "REFUSED", "run_ranks"]
@@ -198,9 +198,9 @@ def delta_bytes() -> dict[str, Any]:
     return {"without": found[0], "with": found[1]}
 
 
-def _of_microbatch(plan: PipelinePlan, microbatch: int) -> int:
-    chunks = (chunk for chunk in plan.transfers if chunk.microbatch == microbatch)
-    return sum(plan.nbytes[chunk.stage][chunk.group] for chunk in chunks)
+def _of_microbatch(plan: Plan, microbatch: int) -> int:
+    actions = (action for each in plan.steps.values() for action in each)
+    return sum(plan.nbytes[layer] for do, layer, number in actions if do is Do.OFFLOAD and number == microbatch)
 
 
 def recomputed(name: str) -> dict[str, Any]:

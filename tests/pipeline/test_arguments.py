@@ -38,7 +38,7 @@ def test_modules_of_one_stage():
     for chosen, groups in (({"keep": "head"}, 0), ({"layers": [..., "head"]}, 1)):
         with offloaded(schedule, **chosen) as handle:
             train(schedule, modules, 2)
-            assert [len(names) for names in handle.plan.names.values()] == [BLOCKS, BLOCKS + groups]
+            assert [len(layers) for layers in handle.plan.layers.values()] == [BLOCKS, BLOCKS + groups]
     handle = offloaded(schedule, keep=["head", "router"])
     with pytest.raises(ValueError, match="Rank 0 of the pipeline: keep: 'router' matches no module of this WithHead"):
         train(schedule, modules, 1)
@@ -114,5 +114,5 @@ def test_iterators_as_arguments():
     schedule, modules = make("ScheduleZBVZeroBubble")
     handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
     train(schedule, modules, 2)
-    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
+    assert (handle.plan.names, handle.plan.stages) == (("0", "1") * 2, (0, 0, 1, 1))
     handle.remove()

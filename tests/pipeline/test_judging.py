@@ -33,7 +33,7 @@ class Judge(FirstSteps):
     def __init__(self, known: list[RankCosts], limits: Limits = LIMITS) -> None:
         self.known, self._limits, self.limits = known, limits, [each.limit for each in known]
 
-    def _try(self, plans: Plans, whole: bool) -> Generator[Any, Any, Trial[Any]]:
+    def _try(self, plans: Plans, whole: bool) -> Generator[Any, Any, Trial]:
         seconds, *peaks = yield plans
         return Trial(plans, seconds, peaks, self.limits)
 

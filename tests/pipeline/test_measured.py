@@ -96,7 +96,7 @@ def test_nothing_is_offloaded_where_everything_fits(name, memory, because):
     assert not any(hooks)
     plan = handle.plan
     assert not handle.settling
-    assert not plan.transfers
+    assert not plan.offloaded
     assert not plan.saves
     assert because in plan.because
     assert plan.seconds == plan.baseline_seconds == pytest.approx(seconds)
@@ -140,7 +140,7 @@ def test_fewer_copies_at_a_time():
     for cap in (1, 2, None):
         handle, _, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, fraction=1.0, max_inflight=cap)
         assert handle.statistics().bytes_offloaded == handle.plan.offloaded_bytes
-        counts.append(len(handle.plan.transfers))
+        counts.append(len(handle.plan.offloaded))
         handle.remove()
     assert 0 < counts[0] < counts[1] < counts[2]
 
@@ -222,7 +222,7 @@ def test_steps_that_skip_a_group(first, times, recompute):
         report = handle.report()
         assert report.totals.calls in (MICROBATCHES * BLOCKS, MICROBATCHES * (BLOCKS - 1))
     assert not handle.settling
-    assert handle.plan.transfers or handle.plan.saves
+    assert handle.plan.offloaded or handle.plan.saves
     assert report.peak_resident_bytes <= 10 * SAVED
 
 
@@ -286,18 +286,18 @@ def test_a_new_plan_that_cannot_be_made(monkeypatch):
 def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
     """Compute takes half as long again in steps that copy, which no measured group shows."""
     schedule, _, device, handle = offloaded("ScheduleGPipe", link, memory_budget=(6 if link < SAVED else 10) * SAVED)
-    device.slow = lambda: 1.5 if handle.plan is not None and handle.plan.transfers else 1.0
+    device.slow = lambda: 1.5 if handle.plan is not None and handle.plan.offloaded else 1.0
     tried, seconds = [], []
     for _ in range(20):
         seconds.append(step(schedule, device))
-        tried.append(handle.plan is not None and bool(handle.plan.transfers))
+        tried.append(handle.plan is not None and bool(handle.plan.offloaded))
         if not handle.settling:
             break
     step(schedule, device)
     assert len(seconds) == 6 + 1  # two that replay everything, two of each plan; the next one has the plan
     assert any(tried)
-    assert not handle.plan.transfers
-    assert handle.plan.saves == {0: (None, (), (), ())}  # the first group saves nothing
+    assert not handle.plan.offloaded
+    assert handle.plan.saves == (None, (), (), ())  # the first group saves nothing
     assert handle.plan.because.startswith("Every group is recomputed: a step takes")
     assert handle.plan.seconds == pytest.approx(seconds[-1])
     assert handle.plan.peak_bytes <= 10 * SAVED

@@ -10,7 +10,8 @@ from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Knobs
 from actoffload.planner.search import Ranks
 from actoffload.schedule import LayerCost, Link, Plan, Saved
-from actoffload.schedule.simulate import model_order, model_stages
+from actoffload.schedule.orders import model_order
+from actoffload.schedule.simulate import model_stages
 
 __all__ = ["GIB", "MIB", "choose_plain", "convex", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
 

@@ -13,11 +13,12 @@ from actoffload.planner.placement import Knobs
 from actoffload.planner.search import Ranks
 from actoffload.schedule import (
     Computation,
+    Do,
     Kind,
     LayerCost,
     Link,
-    PipelinePlan,
     PipelineSimulation,
+    Plan,
     Saved,
     Simulation,
     StageCost,
@@ -32,7 +33,7 @@ STAGE = StageCost((GROUP,) * 4, boundary_bytes=16 * MIB)
 
 
 def simulated(
-    orders: pipeline_cases.Orders, stages: list[StageCost], link: Link, plans: tuple[PipelinePlan, ...]
+    orders: pipeline_cases.Orders, stages: list[StageCost], link: Link, plans: tuple[Plan, ...]
 ) -> PipelineSimulation:
     found = simulate_pipeline(orders, stages, link, plans)
     for plan, rank in zip(plans, found.ranks, strict=True):
@@ -53,7 +54,7 @@ def test_a_fraction_costs_nothing(data: st.DataObject) -> None:
     for rank, without in zip(found.ranks, found.baseline, strict=True):
         assert rank.device_peak_bytes <= without.device_peak_bytes
     assert plan_pipeline(orders, stages, link, fraction=1.0) == plans
-    assert not any(plan.transfers for plan in plan_pipeline(orders, stages, link))
+    assert not any(plan.offloaded for plan in plan_pipeline(orders, stages, link))
 
 
 @given(st.data())
@@ -68,7 +69,7 @@ def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
         if rank.device_peak_bytes > budget:
             assert plan.because.startswith("No plan of this rank is within the limit of")
         elif without.device_peak_bytes <= budget:
-            assert not plan.transfers
+            assert not plan.offloaded
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -101,21 +102,22 @@ def test_zero_bubble_within_a_fraction() -> None:
 def test_knobs() -> None:
     orders, stages, link = one_f_one_b(4, 16), [STAGE] * 4, Link(40e9, 40e9)
     half = plan_pipeline(orders, stages, link, fraction=0.5)
-    assert {chunk.group for chunk in half[0].transfers} == {0, 1}
+    assert set(half[0].offloaded) == {0, 1}
     less = plan_pipeline(orders, stages, link, delta_bytes_per_rank=256 * MIB)
     for rank, plan in enumerate(less):
-        of_each = {chunk.group for chunk in plan.transfers}
-        assert len(of_each) <= 4 - rank
-    assert {chunk.group for chunk in less[2].transfers} == {0, 1}
-    assert plan_pipeline(orders, stages, link, fraction=0.0)[0].transfers == {}
+        assert len(set(plan.offloaded)) <= 4 - rank
+    assert set(less[2].offloaded) == {0, 1}
+    assert plan_pipeline(orders, stages, link, fraction=0.0)[0].offloaded == ()
 
 
-def most_at_a_time(plan: PipelinePlan, rank: Simulation) -> int:
+def most_at_a_time(plan: Plan, rank: Simulation) -> int:
     """Return how many groups of a simulated rank are copied to the host at a time, from the start of their forward."""
     ends = [span.end for span in rank.timeline.spans if span.kind is Kind.D2H]  # one for each, in order of saving
     starts = [
-        rank.starts[plan.order.index(Step(chunk.stage, Computation.FORWARD, chunk.microbatch))] + chunk.group * 0.010
-        for chunk in plan.transfers
+        rank.starts[plan.order.index(Step(plan.stages[layer], Computation.FORWARD, microbatch))] + layer * 0.010
+        for actions in plan.steps.values()
+        for do, layer, microbatch in actions
+        if do is Do.OFFLOAD
     ]
     copies = list(zip(starts, ends, strict=True))
     return max(sum(begun <= start < end for begun, end in copies) for start in starts)
@@ -132,7 +134,7 @@ def test_copies_in_flight() -> None:
         assert found.slowdown <= 1.002
         most = most_at_a_time(plans[0], found.ranks[0])
         assert most == cap if cap is not None else most > 3
-        counts.append(len(plans[0].transfers))
+        counts.append(len(plans[0].offloaded))
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
 
@@ -143,12 +145,12 @@ def test_a_budget_costs_time_only_if_it_must() -> None:
     enough = plan_pipeline(orders, stages, link, budgets=[3000 * MIB] * len(orders))
     assert enough[0].seconds == pytest.approx(free[0].baseline_seconds, rel=0.002)
     assert enough[0].offloaded_bytes < free[0].offloaded_bytes
-    assert enough[2].transfers == {}
+    assert enough[2].offloaded == ()
     budgets = [free[0].peak_bytes * 3 // 5, 4096 * MIB, 4096 * MIB, 4096 * MIB]
     tight = plan_pipeline(orders, stages, link, budgets=budgets)
     assert tight[0].peak_bytes <= budgets[0]
     assert tight[0].because.startswith("No plan of this rank without a cost in time is within the limit of")
-    assert tight[1].transfers == {}
+    assert tight[1].offloaded == ()
     least = plan_pipeline(orders, stages, link, budgets=[100 * MIB] * len(orders))
     assert all(plan.because.startswith("No plan of this rank is within the limit of 100.0 MiB") for plan in least)
     assert least[0].peak_bytes < tight[0].peak_bytes
@@ -170,7 +172,7 @@ def test_recomputation_only_where_a_budget_needs_it() -> None:
     plans = plan_pipeline(orders, stages, link, budgets=[2048 * MIB] * len(orders), variants=ways)
     assert all(plan.peak_bytes <= 2048 * MIB for plan in plans)
     assert plans[0].seconds < without[0].seconds
-    assert any(saves is not None for saves in plans[0].saves[0])
+    assert any(saves is not None for saves in plans[0].saves)
     assert not plans[2].saves  # within the budget as it is
     assert not plans[3].saves
     all_that_fits = plan_pipeline(orders, stages, link, fraction=1.0)
@@ -180,5 +182,5 @@ def test_recomputation_only_where_a_budget_needs_it() -> None:
 def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
-    assert plans[1].transfers == {}
+    assert plans[1].offloaded == ()
     assert Ranks([()], [], Link(1.0, 1.0), {}, Knobs()).profiles[0].free.peak_bytes == 0

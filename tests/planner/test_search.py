@@ -15,7 +15,6 @@ from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Placement
 from actoffload.planner.search import Ranks
 from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
-from actoffload.schedule.simulate import model_plan
 
 
 @settings(max_examples=100)
@@ -135,14 +134,14 @@ def test_near_the_best_of_all_choices(rate, more):
 def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.profiles[0]
-    chosen = [k for k, spot in enumerate(profile.spots.all) if spot.chunk.stage in groups]
+    chosen = [k for k, spot in enumerate(profile.spots.all) if spot.layer in groups]
     found = profile.place(chosen, limit)
     return found, profile.seconds(found)
 
 
 def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float = inf) -> Plan:
     """Return the plan for some groups."""
-    return model_plan(len(costs), placed(model_ranks(costs, link), groups, limit)[0].actions())
+    return Plan(len(costs), placed(model_ranks(costs, link), groups, limit)[0].steps())
 
 
 @given(st.data(), steps(), links)
@@ -150,7 +149,7 @@ def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
     ranks = model_ranks(costs, link)
     profile = ranks.profiles[0]
     kinds = profile.kinds[: data.draw(st.integers(0, len(profile.kinds)))]
-    groups = {profile.spots.all[k].chunk.stage for kind in kinds for k in kind}
+    groups = {profile.spots.all[k].layer for kind in kinds for k in kind}
     least = profile.leanest(kinds)
     limit = data.draw(st.integers(0, 2 * least))
     found, seconds = placed(ranks, groups, limit)

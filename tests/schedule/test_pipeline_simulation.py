@@ -8,25 +8,27 @@ import pipeline_cases
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_calls import transfer
 
 from actoffload.schedule import (
-    Chunk,
     Computation,
+    Event,
     Kind,
     LayerCost,
     Link,
-    Moment,
-    PipelinePlan,
     PipelineSimulation,
+    Plan,
     Saved,
     StageCost,
-    Transfer,
+    Step,
+    When,
     gpipe,
     one_f_one_b,
     read_order,
     simulate_pipeline,
 )
 
+FORWARD, BACKWARD = Computation.FORWARD, Computation.BACKWARD
 FAST = Link(1e9, 1e9)
 STAGE = StageCost((LayerCost(1.0, 2.0, (Saved(100),)),))
 
@@ -48,10 +50,14 @@ def test_1f1b_needs_less_memory_on_later_ranks() -> None:
     assert [rank.device_peak_bytes for rank in found.ranks] == [1321, 1214, 1107]
 
 
-def offloading(release: Moment, reload: Moment, microbatch: int = 0) -> PipelinePlan:
-    """Return a plan of a rank with the orders F0 F1 B0 B1, which offloads one microbatch."""
-    (order,) = gpipe(1, 2)
-    return PipelinePlan(0, order, {0: ("group",)}, {Chunk(0, microbatch, 0): Transfer(release, reload)})
+(TWO,) = gpipe(1, 2)
+OFFLOADING = Plan.of(
+    1,
+    transfer(0, 0, Event(When.FORWARD_END, 0, 1), Event(When.BACKWARD_START, 0)),
+    rank=0,
+    order=TWO,
+    stages=(0,),
+)
 
 
 def test_split_backward_by_hand() -> None:
@@ -67,7 +73,8 @@ def test_split_backward_by_hand() -> None:
     (rank,) = simulate_pipeline([order], [more], Link(100, 100)).ranks
     assert (rank.peak_bytes, rank.device_peak_bytes) == (200, 210 + 60)
     # The last 40 bytes arrive 0.4 s after the input backward could start, the other 60 as it needs them at a half.
-    plan = PipelinePlan(0, order, {0: ("g",)}, {Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0))}, {0: True})
+    calls = transfer(0, 0, Event(When.FORWARD_END, 0, 1), Event(When.INPUT_START, 0))
+    plan = Plan.of(1, calls, rank=0, order=order, stages=(0,), splits=(0,))
     (rank,) = simulate_pipeline([order], [stage], Link(100, 100), [plan]).ranks
     assert [nbytes for _, nbytes in rank.timeline.resident][-4:] == [100, 200, 100, 0]
     assert (rank.stall_seconds, rank.bytes_reloaded) == (pytest.approx(0.4), 100)
@@ -120,13 +127,13 @@ def test_64_stages_and_256_microbatches_take_less_than_a_second() -> None:
     assert [rank.peak_bytes >> 30 for rank in found.ranks] == list(range(64, 0, -1))
     plans = []
     for rank, order in enumerate(orders[:-3]):
-        plan = PipelinePlan(rank, order, {rank: ("stage",)})
-        transfers = {}
+        plan, calls = Plan(1, rank=rank, order=order, stages=(rank,)), []
         for microbatch in range(256):
-            saved, use, _ = plan.uses(rank, microbatch)
+            saved, use = (order.index(Step(rank, kind, microbatch)) for kind in (FORWARD, BACKWARD))
             if use - saved > 3:
-                transfers[Chunk(rank, microbatch, 0)] = Transfer(Moment(saved + 1, 1), Moment(use - 1, 0))
-        plans.append(replace(plan, transfers=transfers))
+                release, reload = plan.events_of(order[saved + 1])[-1], plan.events_of(order[use - 1])[0]
+                calls += transfer(0, microbatch, release, reload)
+        plans.append(Plan.of(1, calls, rank=rank, order=order, stages=(rank,)))
     offloading = in_a_second(orders, stages, Link(99e9, 99e9), [*plans, None, None, None])
     assert offloading.slowdown < 1.01
     assert max(rank.peak_bytes >> 30 for rank in offloading.ranks) <= 4
@@ -149,12 +156,12 @@ def test_what_cannot_run_is_named() -> None:
     with pytest.raises(ValueError, match="There are 1 plans for 2 ranks"):
         simulate_pipeline(gpipe(2, 2), stages, FAST, [None])
     with pytest.raises(ValueError, match="The plan of rank 0 is for another order"):
-        simulate_pipeline(gpipe(1, 3), stages[:1], FAST, [offloading(Moment(1, 1), Moment(2, 0))])
+        simulate_pipeline(gpipe(1, 3), stages[:1], FAST, [OFFLOADING])
     with pytest.raises(ValueError, match="Stage 1 has an input backward, but its cost has no split"):
         simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1F0", "1I0", "1W0"])], stages, FAST)
     two = StageCost(STAGE.groups * 2)
     with pytest.raises(ValueError, match="other groups or splits of stage 0"):
-        simulate_pipeline(gpipe(1, 2), [two], FAST, [offloading(Moment(1, 1), Moment(2, 0))])
+        simulate_pipeline(gpipe(1, 2), [two], FAST, [OFFLOADING])
 
 
 def test_a_table_by_rank() -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +11,16 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
 from actoffload.schedule import (
-    Chunk,
+    Action,
     Computation,
+    Do,
+    Event,
     LayerCost,
-    Moment,
-    PipelinePlan,
+    Plan,
     Saved,
     StageCost,
     Step,
-    Transfer,
+    When,
     gpipe,
     one_f_one_b,
     read_order,
@@ -127,26 +130,31 @@ def split_backwards(order: Sequence[Step], later: int) -> tuple[Step, ...]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[PipelinePlan]:
-    """Return plans with any legal moments."""
-    found = []
-    for rank, order in enumerate(orders):
-        mine = sorted({step.stage for step in order})
-        names = {stage: tuple(f"{stage}.{k}" for k in range(len(costs[stage].groups))) for stage in mine}
-        splits = {stage: costs[stage].split for stage in mine}
-        sizes = {stage: tuple(cost.nbytes for cost in costs[stage].groups) for stage in mine}
-        empty = PipelinePlan(rank, order, names, splits=splits, nbytes=sizes)
-        moments = [Moment(k, at) for k, step in enumerate(order) for at in range(len(names[step.stage]) + 1)]
-        transfers = {}
-        for stage in mine:
-            for microbatch in {step.microbatch for step in order}:
-                for group in range(len(names[stage])):
-                    chunk = Chunk(stage, microbatch, group)
-                    saved, use = empty.position(empty.uses(stage, microbatch)[0], group), empty.first_use(chunk)
-                    between = [moment for moment in moments if saved < moment <= use]
-                    if not between or not draw(st.booleans()):
-                        continue
-                    release, reload = sorted((draw(st.sampled_from(between)), draw(st.sampled_from(between))))
-                    transfers[chunk] = Transfer(release, reload)
-        found.append(PipelinePlan(rank, order, names, transfers, splits, sizes))
-    return found
+def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[Plan]:
+    """Return plans with any legal events."""
+    return [draw(plan_of_rank(rank, order, costs)) for rank, order in enumerate(orders)]
+
+
+@st.composite
+def plan_of_rank(draw: st.DrawFn, rank: int, order: Sequence[Step], costs: Sequence[StageCost]) -> Plan:
+    mine = sorted({step.stage for step in order})
+    stages = tuple(stage for stage in mine for _ in costs[stage].groups)
+    given = {
+        "nbytes": tuple(cost.nbytes for stage in mine for cost in costs[stage].groups),
+        "rank": rank,
+        "order": tuple(order),
+        "stages": stages,
+        "splits": tuple(stage for stage in mine if costs[stage].split),
+    }
+    empty = Plan(len(stages), **given)
+    events, calls = list(empty.events()), []
+    for layer, microbatch in product(range(len(stages)), {step.microbatch for step in order}):
+        saved = Event(When.FORWARD_START, layer, microbatch)
+        between = range(events.index(saved) + 1, events.index(empty.first_use(layer, microbatch)) + 1)
+        if between and draw(st.booleans()):
+            release, reload = sorted(draw(st.sampled_from(between)) for _ in range(2))
+            places = (release, Do.RELEASE), (reload, Do.RELOAD), (events.index(saved), Do.OFFLOAD)
+            calls += [(place, kind, Action(do, layer, microbatch)) for kind, (place, do) in enumerate(places)]
+    return Plan.of(
+        len(stages), ((events[place], action) for place, _, action in sorted(calls, key=itemgetter(0, 1))), **given
+    )

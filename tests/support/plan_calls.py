@@ -1,4 +1,4 @@
-"""Plans of a model by what they do with each group that they offload."""
+"""Plans by what they do with each group that they offload."""
 
 from collections.abc import Mapping
 
@@ -15,3 +15,9 @@ def copied(groups: Mapping[int, tuple[int, int]]) -> list[tuple[Event, Action]]:
             (Event(When.BACKWARD_START, reloaded), Action(Do.RELOAD, group)),
         ]
     return found
+
+
+def transfer(layer: int, microbatch: int, release: Event, reload: Event) -> list[tuple[Event, Action]]:
+    """Return the calls of the plan of a rank for what a layer saves for a microbatch."""
+    events = Event(When.FORWARD_START, layer, microbatch), release, reload
+    return [(event, Action(do, layer, microbatch)) for event, do in zip(events, Do, strict=True)]

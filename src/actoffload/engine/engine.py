@@ -12,7 +12,6 @@ import torch
 from .._warnings import warn
 from ..device.base import Backend
 from ..schedule.plan import Plan
-from ..schedule.schedules import Roles
 from . import eligibility
 from .eligibility import Limit
 from .statistics import Counters, Statistics, TimelineRecorder
@@ -35,16 +34,12 @@ class Engine:
     counters: Counters = field(init=False, default_factory=Counters)
     lock: Any = field(init=False, default_factory=threading.RLock)
     recorder: TimelineRecorder | None = field(init=False, default=None)
-    roles: Roles = field(init=False)
     doubling: bool = field(init=False, default=False)  # host memory grows by what is held, until `fit` is called
     # Passes, by weak references: whose backward runs, by autograd's number of it; and the latest one of any thread.
     in_backward: dict[int, weakref.ref[Any]] = field(init=False, default_factory=dict)
     latest: weakref.ref[Any] | None = field(init=False, default=None)
     _transfers: dict[torch.device, Transfers] = field(init=False, default_factory=dict)
     _warned: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.roles = Roles.of(self.plan)
 
     def limit(self) -> Limit:
         """Return below which size tensors stay."""

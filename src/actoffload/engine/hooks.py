@@ -31,7 +31,7 @@ from .._torch.subclasses import (
 from .._torch.tensors import address, base_of, next_node, saved_as_input, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import StreamPosition
-from ..schedule.schedules import OUTSIDE, Roles
+from ..schedule.plan import OUTSIDE, Plan
 from .eligibility import finals, mark_kept, stays, take_final
 from .engine import Engine
 from .layer import Kept, Layer, keep, queue_copies
@@ -55,7 +55,7 @@ class PassState(Owner, Protocol):
 
     engine: Engine
     registry: StorageRegistry
-    roles: Roles
+    plan: Plan
 
     def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor while `layer` is the current one."""
@@ -76,7 +76,7 @@ class Packer:
         engine, limit = owner.engine, owner.engine.limit()
         self._owner, self._layer = owner, layer
         self._around: list[torch.Tensor] = []  # the wrappers whose parts are packed now, outermost first
-        self._engine, self._registry, self._roles, self._limit = engine, owner.registry, owner.roles, limit
+        self._engine, self._registry, self._plan, self._limit = engine, owner.registry, owner.plan, limit
         self._token, self._owned, self._small = layer.token, layer.owned, layer.small
         self._smallest = limit.surely
         self._aside = None
@@ -127,7 +127,7 @@ class Packer:
         if layer.index == OUTSIDE:
             layer = self._owner.layer_of(layer, tensor)
             token = layer.revive()
-        storage, view, probe = self._registry.save(layer, tensor, self._roles, wrappers)
+        storage, view, probe = self._registry.save(layer, tensor, self._plan, wrappers)
         return SavedView(self._owner, layer.index, storage, view, probe, token)
 
     def keep(self, tensor: torch.Tensor, reason: Reason) -> Kept:
@@ -193,7 +193,7 @@ class StorageRegistry:
         return True
 
     def save(
-        self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
+        self, layer: Layer, tensor: torch.Tensor, plan: Plan, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
         """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
 
@@ -203,7 +203,7 @@ class StorageRegistry:
         key, version, index = address(memory), version_of(tensor), layer.index
         backend = self._backend
         device = backend.place(tensor)
-        stays = roles.planned and index in roles.stay
+        stays = index in plan.stay
         # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
         is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
         with self._lock:
@@ -226,8 +226,8 @@ class StorageRegistry:
                 if index == OUTSIDE and self._engine.recorder is not None:
                     layer.modules.append((ref, current_module()))
                 storage.layers[index] = storage.residency is Residency.HOST
-                if roles.planned and len(storage.layers) > 1:
-                    self._count_shared(storage, stays, roles)
+                if len(storage.layers) > 1:
+                    self._count_shared(storage, stays, plan)
             storage.add(tensor, view, probe)
             if wrappers:
                 storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
@@ -261,13 +261,13 @@ class StorageRegistry:
         storages = [storage for ref in waiting if (storage := ref()) is not None]
         self.refused(queue_copies(storages, layer.index, layer.captured, ended=False))
 
-    def _count_shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
+    def _count_shared(self, storage: SavedStorage, stays: bool, plan: Plan) -> None:
         """Count a storage that a kept layer and an offloaded one have both saved."""
         if stays:
             if storage.residency is Residency.OFFLOADING and not storage.shared:
                 storage.shared = True
                 self._counters.keep(Reason.SHARED, storage.nbytes)
-        elif storage.residency is Residency.DEVICE and not storage.pinned and not roles.stay.isdisjoint(storage.layers):
+        elif storage.residency is Residency.DEVICE and not storage.pinned and not plan.stay.isdisjoint(storage.layers):
             storage.pinned = True  # [guard: copy of what a kept layer holds]
             self._counters.keep(Reason.SHARED, storage.nbytes)
 

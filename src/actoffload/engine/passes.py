@@ -25,8 +25,9 @@ from .._torch.modules import NOT_COMPILED, opaque
 from .._torch.subclasses import plain_parts
 from .._torch.tensors import NO_BACKWARD, address, after_backward, backward_id, stands_for_another
 from ..device.base import Backend
-from ..schedule.plan import Do, When
-from ..schedule.schedules import OUTSIDE, ExecutionOrder, Key, Roles
+from ..schedule.orders import When
+from ..schedule.plan import OUTSIDE, Do, Plan
+from ..schedule.schedules import ExecutionOrder, Key
 from ..schedule.timeline import Kind
 from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine
@@ -69,7 +70,7 @@ opaque(_LayerEnd.__call__, NOT_COMPILED)
 class Pass:
     """One forward and its backward: `OffloadContext.current_pass`, and `in_pass` of the `ManualController`."""
 
-    def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
+    def __init__(self, engine: Engine, plan: Plan | None = None) -> None:
         self.engine = engine
         self.backend: Backend = engine.backend
         self.counters: Counters = engine.counters
@@ -77,7 +78,7 @@ class Pass:
         self.layers: list[Layer] = []
         self.aborted = False
         self.backward_begun = False
-        self.roles = engine.roles if roles is None else roles
+        self.plan = engine.plan if plan is None else plan
         self.registry = StorageRegistry(engine)
         self.forward_ended: Callable[[Pass], None] | None = None  # called when backward begins, with the lock
         # Called at each event of a layer, with the lock, before what happens there.
@@ -100,7 +101,7 @@ class Pass:
     @property
     def complete(self) -> bool:
         """Whether the last layer has started."""
-        return len(self.layers) >= self.roles.plan.model_layers
+        return len(self.layers) >= self.plan.model_layers
 
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
@@ -133,16 +134,16 @@ class Pass:
         """Return the layer that saves a tensor: the current one."""
         return layer
 
-    def follow(self, roles: Roles) -> None:
+    def follow(self, plan: Plan) -> None:
         """Go on by another plan, whose layers are those of this pass so far and what is now expected to come.
 
         What the new plan would have done before now is done now, as far as it still applies.
         """
         with self.lock:
-            self.roles = roles
+            self.plan = plan
             for layer in self.layers:
                 for when in (When.FORWARD_START, When.FORWARD_END):
-                    for action in roles.plan.at(when, layer.index):
+                    for action in plan.at(when, layer.index):
                         late = action.do is Do.OFFLOAD and self.layers[action.layer].phase is Phase.SAVED
                         if late or action.do is Do.RELEASE:
                             self.do(action.do, action.layer)
@@ -253,7 +254,7 @@ class Pass:
             recorder.level()
         if self.observer is not None:
             self.observer(when, index)
-        for action in self.roles.actions.get((when._name_, index), ()):
+        for action in self.plan.at(when, index):
             if action.layer < len(self.layers):
                 self.do(action.do, action.layer)
                 if recorder is not None:
@@ -292,18 +293,18 @@ def pass_in_backward(engine: Engine) -> Pass | None:
 
 
 class ModelPass(Pass, Generic[Key]):
-    """State of one pass through a model; `roles_of` returns what the plan for a sequence of groups means."""
+    """State of one pass through a model; `plan_for` returns the plan for a sequence of groups."""
 
     def __init__(
         self,
         engine: Engine,
         order: ExecutionOrder[Key],
-        roles_of: Callable[[tuple[Key, ...]], Roles],
+        plan_for: Callable[[tuple[Key, ...]], Plan],
         owned: ModuleTensors,
         *,
         partly: bool = False,
     ) -> None:
-        self._roles_of = roles_of
+        self._plan_for = plan_for
         self.order = order
         # What is saved between the groups, and what modules save whose tensors are kept
         self.between, self.withheld = (Layer(OUTSIDE, engine.backend.capturing()) for _ in range(2))
@@ -315,7 +316,7 @@ class ModelPass(Pass, Generic[Key]):
         self.adopted = 0  # bytes saved between the groups that are offloaded with one of them
         self.partly = partly  # only what offloaded groups save is seen
         self.model: Hashable = None  # which of several models of the engine this is a pass of
-        super().__init__(engine, roles_of(order.sequence))
+        super().__init__(engine, plan_for(order.sequence))
 
     @property
     def complete(self) -> bool:
@@ -329,9 +330,9 @@ class ModelPass(Pass, Generic[Key]):
     def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""
         if not self.order.start(key):
-            roles = self._roles_of(self.order.sequence)
-            if roles is not self.roles:
-                self.follow(roles)
+            plan = self._plan_for(self.order.sequence)
+            if plan is not self.plan:
+                self.follow(plan)
         layer = self.forward_start()
         layer.owned = owned
         if self.engine.recorder is not None:
@@ -344,7 +345,7 @@ class ModelPass(Pass, Generic[Key]):
         if self.between.storages or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
             # A group that stays, as do all that follow, has no use for them.
-            leaves = layer.index <= self.roles.last_leaving
+            leaves = layer.index <= self.plan.last_leaving
             self._adopt(layer, {address(memory) for memory in storages} if leaves else set())
             if not graph:
                 self._inputs |= {address(memory): StorageRef(memory) for memory in storages}
@@ -383,7 +384,7 @@ class ModelPass(Pass, Generic[Key]):
             self.between.count_kept(self.counters)
             self._inputs = {}
             if not self.order.complete and self.order.started:
-                self.follow(self._roles_of(tuple(self.order.started)))
+                self.follow(self._plan_for(tuple(self.order.started)))
             # A plan may release in backward, which may be captured apart from this forward; see [Note: capture].
             offloading = [layer for layer in self.layers if layer.phase is Phase.OFFLOADING]
             if offloading and self.backend.capturing():  # [guard: copies of a captured forward]

@@ -18,17 +18,17 @@ from typing import Any
 from ..engine.passes import ModelPass
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
-from ..schedule.schedules import Roles, remap
+from ..schedule.schedules import remap
 from .follow import ModelState
 from .replays import OperatorTimes
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """How a forward is followed: the expected order of the groups, and what a plan for an order means."""
+    """How a forward is followed: the expected order of the groups, and the plan for an order."""
 
     order: Sequence[int] = ()
-    roles_of: Callable[[tuple[int, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+    plan_for: Callable[[tuple[int, ...]], Plan] = lambda order: Plan(max(len(order), 1))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     scoped: bool = False  # hooks are installed only in groups that are offloaded or recomputed, see [Note: modes]
     operators: OperatorTimes | None = None  # takes what the first calls of groups show
@@ -84,7 +84,7 @@ class Steering:
 def scheduled_plan(state: ModelState, because: str, recompute: Mapping[int, Policy]) -> Plan:
     """Return the plan of a schedule for the order of the latest pass."""
     order = state.plans.order
-    plan = replace(state.plans.roles(order).plan, names=state.names(), nbytes=state.log.bytes_of(order))
+    plan = replace(state.plans.plan_for(order), names=state.names(), nbytes=state.log.bytes_of(order))
     return recomputing(replace(plan, because=because), order, recompute)
 
 
@@ -100,8 +100,8 @@ def recomputing(plan: Plan, order: Sequence[int], policies: Mapping[int, Policy]
     return replace(plan, saves=tuple(found))
 
 
-class RolesOfPlan:
-    """What a plan means: `roles` of the groups of any order, and how groups are recomputed; some of them `always` are.
+class FollowedPlan:
+    """A plan as it is `plan_for` any order of the groups, and how groups are recomputed; some of them `always` are.
 
     `offload_others`: groups that the plan does not know are offloaded.
     """
@@ -119,10 +119,10 @@ class RolesOfPlan:
         }
 
         @lru_cache(maxsize=64)  # of a model whose order changes
-        def roles(order: tuple[int, ...]) -> Roles:
-            return Roles.of(remap(plan, state.names(order), offload_others=offload_others), planned=True)
+        def plan_for(order: tuple[int, ...]) -> Plan:
+            return remap(plan, state.names(order), offload_others=offload_others)
 
-        self.roles = roles
+        self.plan_for = plan_for
 
 
 class Fixed(Steering):
@@ -136,7 +136,7 @@ class Fixed(Steering):
     ) -> None:
         super().__init__(state)
         self._recompute, self._because = recompute, because
-        self._given = None if plan is None else RolesOfPlan(state, plan, {})
+        self._given = None if plan is None else FollowedPlan(state, plan, {})
         if self._given is not None:
             self._recompute = {k: policy for k, policy in self._given.recompute.items() if k in recompute}
         self._followed = 0  # passes, as a whole
@@ -146,11 +146,11 @@ class Fixed(Steering):
         """Follow the forward, or with a plan the groups that it offloads if that is enough."""
         plans = self.state.plans
         if self._given is None:
-            return PassSettings(plans.order, plans.roles, self._recompute)
+            return PassSettings(plans.order, plans.plan_for, self._recompute)
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
         unseen = self._followed < (2 if self._recompute else 1)
         whole = alone or busy or self.state.log.records or self._adopts or unseen
-        return PassSettings(plans.order, self._given.roles, self._recompute, scoped=not whole)
+        return PassSettings(plans.order, self._given.plan_for, self._recompute, scoped=not whole)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn whether a forward has to be followed as a whole."""

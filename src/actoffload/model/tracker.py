@@ -172,7 +172,7 @@ class Tracker:
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
             order, owned = ExecutionOrder(settings.order), GroupTensors(None, thread.owned)
-            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=settings.scoped)
+            current = ModelPass(self._engine, order, settings.plan_for, owned, partly=settings.scoped)
             if settings.begun is not None:
                 settings.begun(current)
             thread.current, self._latest = current, ref(current)
@@ -239,7 +239,7 @@ class Tracker:
             return False
         if call.layer is None or saved_tensor_hooks() is not None:
             return False
-        if call.layer.index in current.roles.stay and call.followed.group not in thread.settings.recompute:
+        if call.layer.index in current.plan.stay and call.followed.group not in thread.settings.recompute:
             return False
         hooks.install()
         return True
@@ -324,7 +324,7 @@ class Tracker:
         current.forward_end(layer)
         layer.owned.forget()  # [guard: weights that a group refers to]
         scoped = self._thread.settings.scoped and self._engine.recorder is None
-        if not scoped or layer.index in current.roles.reached:
+        if not scoped or layer.index in current.plan.reached:
             layer.watch(leaves(output), current.backward_reached)
 
     def _end_forward(self, *, finished: bool) -> None:

@@ -23,15 +23,15 @@ from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
-from ..schedule.schedules import Roles, remap
+from ..schedule.schedules import leanest, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room
 from ..tune.meter import Meter, Peak, Shown, TimedPass
-from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Script, Stage, Steps, Trial, fits
+from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Plans, Script, Stage, Steps, Trial, fits
 from .follow import ModelState
 from .replays import OperatorTimes
-from .steering import PassSettings, RolesOfPlan, Steering, recomputing, scheduled_plan
+from .steering import FollowedPlan, PassSettings, Steering, recomputing, scheduled_plan
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ ALONE = (
 FORWARDS = "Several forwards run before a backward, so no pass can be timed."
 
 
-class ModelScript(Script[Plan]):
+class ModelScript(Script):
     """What the first passes of a model show, and the plan that follows from it.
 
     It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
@@ -99,7 +99,7 @@ class ModelScript(Script[Plan]):
         # [guard: first pass without inputs -> True]
         return latest.elements > 0 and known >= ran & self._policies.keys()
 
-    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> tuple[Plan, ...]:
+    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Plan with the costs of the first rank, for the memory of all."""
         own = self._room(lean)
         costs = self._measured(traced, lean) if self._ranks.exchange.leads else None
@@ -169,7 +169,7 @@ class ModelScript(Script[Plan]):
 
     # Trials
 
-    def follow(self, plans: tuple[Plan, ...]) -> None:
+    def follow(self, plans: Plans) -> None:
         """Follow a plan from the pass on that begins now, for which its host memory is pinned."""
         (self.found.plan,) = plans
         # An earlier plan may be kept in the end.
@@ -178,7 +178,7 @@ class ModelScript(Script[Plan]):
         # Blocks that were cut for the passes before would leave gaps for those with this plan.
         self._backend.release_device()
 
-    def took(self, trial: Trial[Plan]) -> None:
+    def took(self, trial: Trial) -> None:
         """Note what a plan took, which others take, too."""
         found, (plan,), (peak,) = self.found, trial.plans, trial.peaks
         if peak and plan.idle:
@@ -190,7 +190,7 @@ class ModelScript(Script[Plan]):
             held = min(self.gather(wanted if room is None else min(room, wanted)))
             found.host_limit = int((1 - HOST_GAPS) * held) // found.in_flight
 
-    def replanned(self, excess: Sequence[int], best: Trial[Plan] | None) -> tuple[Plan, ...]:
+    def replanned(self, excess: Sequence[int], best: Trial | None) -> Plans:
         """Return a plan by what others have shown; after the trial of the `best` one that with whole replay.
 
         The leanest pass was whole replay, so what plans with other ways took beyond their prediction is left out there.
@@ -235,7 +235,7 @@ class Tuner(Steering):
         self._settled = 0  # pass since which there is a plan
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
-        self._roles: RolesOfPlan | None = None  # of the latest plan
+        self._followed: FollowedPlan | None = None  # the latest
         self._larger = 0  # passes in a row that do not fit with the plan that is kept
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._short = 0  # bytes that earlier plans counted on and did not find
@@ -248,7 +248,7 @@ class Tuner(Steering):
         self._begun = number
         found = Findings(budget=self._budget, short=self._short, allocated_before=allocated)
         self._script = ModelScript(self.state, found, {} if self._always else self._policies, self._ranks)
-        self._steps: Steps[tuple[Plan, ...]] = self._script.run()
+        self._steps: Steps[Plans] = self._script.run()
         self.stage: Stage | None = next(self._steps)  # of the present pass; None once there is a plan
 
     # What is known
@@ -385,18 +385,19 @@ class Tuner(Steering):
 
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
-        roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        order, roles_of = self.state.plans.order, lambda order: roles(len(order))
-        return PassSettings(order, roles_of, self._policies, operators=operators)
+        settings = PassSettings(self.state.plans.order, recompute=self._policies, operators=operators)
+        return (
+            settings if self._engine.host_room() == 0 else replace(settings, plan_for=lambda order: leanest(len(order)))
+        )
 
     def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
         """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
-        roles = self._roles_of(found)
-        if not (whole or roles.plan.offloaded or roles.recompute):
+        followed = self._followed_plan(found)
+        if not (whole or followed.plan.offloaded or followed.recompute):
             self._engine.counters.passes += 1
             return None
         scoped = not (whole or found.adopts)
-        return PassSettings(self.state.plans.order, roles.roles, roles.recompute, scoped)
+        return PassSettings(self.state.plans.order, followed.plan_for, followed.recompute, scoped)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
@@ -405,13 +406,13 @@ class Tuner(Steering):
         found = self._script.found if trying else self._chosen
         return self._leanest() if found is None else self._planned(found, whole=True)
 
-    def _roles_of(self, found: Findings) -> RolesOfPlan:
+    def _followed_plan(self, found: Findings) -> FollowedPlan:
         assert found.plan is not None
-        if self._roles is None or self._roles.plan is not found.plan:
+        if self._followed is None or self._followed.plan is not found.plan:
             # Blocks may be skipped at random: the measured pass may not have had some that come later.
             full = found.limit is not None and found.bare.at(found.size) > found.limit
-            self._roles = RolesOfPlan(self.state, found.plan, self._always, offload_others=full)
-        return self._roles
+            self._followed = FollowedPlan(self.state, found.plan, self._always, offload_others=full)
+        return self._followed
 
     # The plan
 
@@ -459,4 +460,4 @@ class Tuner(Steering):
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         if self._ranks.exchange.alone:
             return self._leanest()
-        return replace(self._leanest(), recompute=self._roles_of(chosen).recompute)
+        return replace(self._leanest(), recompute=self._followed_plan(chosen).recompute)

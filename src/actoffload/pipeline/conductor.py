@@ -1,9 +1,9 @@
-"""Carry out the plan of a rank: what is done at each moment, on the passes of the microbatches in flight.
+"""Carry out the plan of a rank: what is done at each event, on the passes of the microbatches in flight.
 
 `[Note: microbatches]`  Each microbatch of each stage is a pass of its own.  A pass knows its own groups; the plan of
 the rank also acts on those of other passes.  So each pass reports its events, and the conductor looks up what the plan
-does at that moment.  A moment may not be reported, because a group has no graph.  Its actions are carried out at the
-next moment of the same computation.
+does at that event.  An event may not be reported, because a group has no graph.  Its actions are carried out at the
+next event of the same computation.
 
 `[Note: split backward]`  The backward of the inputs keeps the graph.  The backward of the weights unpacks a part of the
 saved tensors again, in several calls of autograd, and frees them.  What was reloaded stays on the device until it ends.
@@ -12,7 +12,7 @@ saved tensors again, in several calls of autograd, and frees them.  What was rel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from .._torch.tensors import address, leaves
 from ..engine import eligibility
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
-from ..schedule.pipeline import ChunkAction, Computation, Moment, PipelinePlan, Step
-from ..schedule.plan import Do, When
+from ..schedule.orders import Computation, Event, Step, When
+from ..schedule.plan import Action, Do, Plan
 from ..tune.costs import StageFacts
 
 
@@ -50,20 +50,20 @@ class Conductor:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.learned = StageFacts()
-        self.plan: PipelinePlan | None = None
+        self.plan: Plan | None = None
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `steering` [Note: modes]
-        self._steps: Mapping[Step, int] = {}  # of the plan
+        self._events: Mapping[Step, Sequence[Event]] = {}  # of the plan, by step
         self._ran: list[Step] = []
-        self._done: dict[Step, int] = {}  # in progress, and in the plan: the last position whose actions are done
+        self._done: dict[Step, int] = {}  # in progress, and in the plan: the number of events whose actions are done
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
         self._forwards: dict[int, Microbatch] = {}  # in progress, by stage
         self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
 
-    def follow(self, plan: PipelinePlan | None) -> None:
+    def follow(self, plan: Plan | None) -> None:
         """Carry out another plan from the next step on."""
         self.plan = plan
-        self._steps = {} if plan is None else {step: k for k, step in enumerate(plan.order)}
+        self._events = {} if plan is None else {step: plan.events_of(step) for step in plan.order}
 
     # Steps
 
@@ -111,16 +111,16 @@ class Conductor:
             self._ran.append(step)
             key = step.stage, step.microbatch
             if step.computation is Computation.FORWARD:
-                found = Microbatch(step.stage, step.microbatch, planned=step in self._steps)
+                found = Microbatch(step.stage, step.microbatch, planned=step in self._events)
                 self._microbatches[key] = self._forwards[step.stage] = found
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
             microbatch.running = step
-            if step in self._steps:
-                self._done[step] = -1
+            if step in self._events:
+                self._done[step] = 0
             if microbatch.split and step.computation is Computation.BACKWARD_WEIGHT:
-                self._advance(step, 0)
+                self._advance(step, 1)
             return microbatch
 
     def _end(self, stage: Any, step: Step, microbatch: Microbatch) -> None:
@@ -139,9 +139,9 @@ class Conductor:
                     layer.evict()
                 self._microbatches.pop((step.stage, step.microbatch), None)
             microbatch.running = None
-            if step in self._done and self.plan is not None:
+            if step in self._done:
                 # What the computation has freed at its end is free before.
-                self._advance(step, self.plan.end(self._steps[step]).position)
+                self._advance(step, len(self._events[step]))
                 del self._done[step]
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[int]) -> None:
@@ -170,7 +170,7 @@ class Conductor:
         if step is None or owner is None:
             return
         if when is When.FORWARD_START:
-            self._advance(step, index)
+            self._advance(step, index + 1)
         elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:
             if step.computation is Computation.BACKWARD_WEIGHT and microbatch.split:
                 return
@@ -180,29 +180,51 @@ class Conductor:
                     layer.retained = True
             if not microbatch.planned:
                 owner.do(Do.RELOAD, index)
-            elif self.plan is not None:
-                self._advance(step, len(self.plan.names[step.stage]) - 1 - index)
+            elif step in self._events:
+                self._advance(step, len(self._events[step]) - 1 - index)
 
     # The plan
 
-    def _advance(self, step: Step, position: int) -> None:
-        """Do what the plan does in a computation up to a position, and is not done yet."""
+    @property
+    def idle(self) -> bool:
+        """Whether the plan offloads nothing."""
+        return self.plan is None or not self.plan.steps
+
+    def offloaded(self, stage: int, microbatch: int) -> frozenset[int]:
+        """Return the groups of a stage that the plan offloads for a microbatch."""
+        plan = self.plan
+        assert plan is not None
+        layers = plan.layers.get(stage, range(0))
+        chosen = (k for k in layers if Action(Do.OFFLOAD, k, microbatch) in plan.at(When.FORWARD_START, k, microbatch))
+        return frozenset(k - layers.start for layer in chosen for k in (*_sharing(plan, layer), layer))
+
+    def _advance(self, step: Step, number: int) -> None:
+        """Do what the plan does at the first events of a computation, and is not done yet."""
         if step not in self._done or self.plan is None:
             return
-        while self._done[step] < position:
+        while self._done[step] < number:
+            event = self._events[step][self._done[step]]
             self._done[step] += 1
-            for action in self.plan.at(Moment(self._steps[step], self._done[step])):
-                self._act(action)
+            for action in self.plan.steps.get(event, ()):
+                self._act(action, self.plan)
 
-    def _act(self, action: ChunkAction) -> None:
-        """Carry out an action on a chunk; what does not apply is passed over."""
-        chunk = action.chunk
-        microbatch = self._microbatches.get((chunk.stage, chunk.microbatch))
+    def _act(self, action: Action, plan: Plan) -> None:
+        """Carry out an action on a group of any microbatch; what does not apply is passed over."""
+        stage = plan.stages[action.layer]
+        first, microbatch = plan.layers[stage].start, self._microbatches.get((stage, action.microbatch))
         owner = None if microbatch is None else microbatch.owner
-        if microbatch is None or owner is None or chunk.group >= len(owner.layers):
+        if owner is None or action.layer - first >= len(owner.layers):
             return
         if action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
-            owner.do(action.do, chunk.group)
-            if action.do is Do.RELEASE and self.plan is not None:
-                for k in self.plan.sharing(chunk):
-                    owner.do(Do.RELEASE, k)
+            owner.do(action.do, action.layer - first)
+            if action.do is Do.RELEASE:
+                for k in _sharing(plan, action.layer):
+                    owner.do(Do.RELEASE, k - first)
+
+
+def _sharing(plan: Plan, layer: int) -> range:
+    """Return the layers before one of the same stage whose tensors all count in it, because it saves them again."""
+    first = layer
+    while first > plan.layers[plan.stages[layer]].start and not plan.nbytes[first - 1]:
+        first -= 1
+    return range(first, layer)

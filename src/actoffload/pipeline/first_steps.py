@@ -19,19 +19,16 @@ from ..model.replays import OperatorTimes
 from ..planner import Variant, plan_pipeline
 from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, Saved, StageCost
-from ..schedule.pipeline import Computation, PipelinePlan, Step
+from ..schedule.orders import Computation, Step
+from ..schedule.plan import Plan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
 from ..tune.exchange import PipelineRanks
 from ..tune.meter import Shown, StageMemory, StepMeter, TimedPass
-from ..tune.script import Script, Stage, Trial, fits
+from ..tune.script import Plans, Script, Stage, Trial, fits
 from .conductor import Conductor
 from .stages import RankStage, has_grown
 
 T = TypeVar("T")
-
-
-Plans = tuple[PipelinePlan, ...]
-"""Of all ranks, in order."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,8 @@ def decision(plans: Plans) -> str:
     """Return what was decided for each rank, in a line for each and one for all."""
     lines = ["The plans of all ranks of the pipeline:"]
     for plan in plans:
-        chunks = sum(len(plan.names[step.stage]) for step in plan.order if step.computation is Computation.FORWARD)
-        line = f"  rank {plan.rank}: {len(plan.transfers)} of {chunks} groups of all microbatches are offloaded"
-        line += f" ({size(plan.offloaded_bytes)})"
+        line = f"  rank {plan.rank}: {len(plan.offloaded)} of {sum(plan.forwards)} groups of all microbatches"
+        line += f" are offloaded ({size(plan.offloaded_bytes)})"
         if plan.peak_bytes is not None:
             line += f", peak {size(plan.peak_bytes)}"
         if plan.seconds is not None and plan.baseline_seconds:
@@ -135,7 +131,7 @@ def decision(plans: Plans) -> str:
 # The first steps
 
 
-class FirstSteps(Script[PipelinePlan]):
+class FirstSteps(Script):
     """What the first steps of a rank showed, and the plans that are followed."""
 
     unit = "step"
@@ -186,7 +182,7 @@ class FirstSteps(Script[PipelinePlan]):
         self.known, self.limits = found, [each.limit or inf for each in found] if self.times else []
         return plans_of(found, self._limits)
 
-    def replanned(self, excess: Sequence[int], best: Trial[PipelinePlan] | None) -> Plans:
+    def replanned(self, excess: Sequence[int], best: Trial | None) -> Plans:
         """Return plans that leave `excess` bytes free, or none; after the trial of the best those of whole replay."""
         pairs = list(zip(self.known, excess, strict=True))
         less = [each if each.limit is None else replace(each, limit=max(each.limit - more, 0)) for each, more in pairs]
@@ -203,12 +199,12 @@ class FirstSteps(Script[PipelinePlan]):
         self.plans, before = plans, self.conductor.plan
         found = next(plan for plan in plans if plan.rank == self.rank)
         self.conductor.follow(found)
-        if before is not None and (before.transfers, before.saves) == (found.transfers, found.saves):
+        if before is not None and before.work == found.work:
             return
         self.conductor.scoped = False
         for stage in self.stages if self._limits.may_recompute else ():
-            names = found.names[stage.index]
-            saves = zip(names, found.saves.get(stage.index, (None,) * len(names)), strict=True)
+            part = found.part(stage.index)
+            saves = zip(found.names[part], found.saves[part], strict=False)
             stage.recompute({name: Policy(frozenset(outputs)) for name, outputs in saves if outputs is not None})
 
     def begin(self, stage: Stage) -> None:
@@ -260,7 +256,7 @@ class FirstSteps(Script[PipelinePlan]):
             limit = usable(limit, max(saved, default=0))
         return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
 
-    def measured(self, plan: PipelinePlan | None = None) -> RankCosts | None:
+    def measured(self, plan: Plan | None = None) -> RankCosts | None:
         """Return what this rank knows; None if no whole step was seen.
 
         Later, with the `plan` that is followed, groups save what their ways saved when these were measured.  Where one
@@ -299,13 +295,13 @@ class FirstSteps(Script[PipelinePlan]):
         every = [(own, *map(_needed_at_once, others)) for own, *others in found]
         return dict(zip(stage.names, every, strict=True))
 
-    def _grow(self, plan: PipelinePlan) -> None:
+    def _grow(self, plan: Plan) -> None:
         """Let the groups of each stage save as much more as one of them does than in a plan."""
         for stage in self.stages:
-            index = stage.index
-            if index not in self._ways or plan.names[index] != stage.names:
+            index, part = stage.index, plan.part(stage.index)
+            if index not in self._ways or plan.names[part] != stage.names:
                 continue
-            sizes = zip(stage.sizes, plan.nbytes[index], strict=True)
+            sizes = zip(stage.sizes, plan.nbytes[part], strict=True)
             factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
             grown = partial(LayerCost.with_bytes, factor=factor)
             ways = self._ways[index].items()
@@ -320,22 +316,21 @@ class FirstSteps(Script[PipelinePlan]):
         room = self.conductor.engine.host_room()
         return measured_link(self._lean) or probed_link(self._backend, room) or Link(float("inf"), float("inf"))
 
-    def _outdated(self, plan: PipelinePlan) -> bool:
+    def _outdated(self, plan: Plan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
         mine = next(each for each in self.known if each.rank == self.rank)
         for stage in self.stages:
-            sizes = stage.sizes
-            planned = plan.nbytes.get(stage.index, sizes)
+            part = plan.part(stage.index)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
-            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or not self._ways)
-            if plan.names[stage.index] != stage.names or any(has_grown(*pair) for pair in known):
+            known = (pair for pair in zip(stage.sizes, plan.nbytes[part], strict=False) if pair[1] or not self._ways)
+            if plan.names[part] != stage.names or any(has_grown(*pair) for pair in known):
                 return True
             kept, cost = self.conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
             if has_grown(kept + stage.outside, cost.boundary_bytes + cost.output_bytes):
                 return True
         return False
 
-    def _plan_anew(self, before: PipelinePlan) -> None:
+    def _plan_anew(self, before: Plan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
         # Other ranks that run these stages would recompute something else.
         mine = None if before.saves and self.exchange.replicas else self.measured(before)

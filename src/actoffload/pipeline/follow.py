@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 from .._torch.modules import Follower
-from ..schedule.pipeline import Computation, Step
+from ..schedule.orders import Computation, Step
 
 
 class _Follower(Follower):

@@ -15,10 +15,11 @@ from .._warnings import warn
 from ..model.handle import Handle, OffloadHandle
 from ..report.build import counted
 from ..report.report import GroupReport, RankReports, Report, gather_reports
-from ..schedule.pipeline import Computation, PipelinePlan, Step, read_order
+from ..schedule.orders import Computation, Step, read_order
+from ..schedule.plan import Plan
 from ..tune.exchange import LostRankError, Settings, disagreement_of
-from ..tune.script import Steps
-from .first_steps import FirstSteps, Plans, decision
+from ..tune.script import Plans, Steps
+from .first_steps import FirstSteps, decision
 from .follow import actions_of, follow, handle_of, is_schedule, unfollow
 
 logger = logging.getLogger("actoffload")
@@ -137,7 +138,7 @@ class PipelineHandle(Handle):
     # What was chosen
 
     @property
-    def plan(self) -> PipelinePlan | None:
+    def plan(self) -> Plan | None:
         """The plan of this rank; None until the first steps are measured."""
         return self._conductor.plan
 
@@ -157,7 +158,7 @@ class PipelineHandle(Handle):
         return self._conductor.learned.order or read_order(actions_of(schedule, self._first.rank))
 
     @property
-    def plans(self) -> tuple[PipelinePlan, ...]:
+    def plans(self) -> tuple[Plan, ...]:
         """The plans of all ranks, in order; none until the first steps are measured."""
         return self._first.plans
 
@@ -185,17 +186,20 @@ class PipelineHandle(Handle):
         if not learned.order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         forwards = Counter(step.stage for step in learned.order if step.computation is Computation.FORWARD)
-        chunks = Counter((chunk.stage, chunk.group) for chunk in (() if plan is None else plan.transfers))
+        numbers, recomputed = (Counter[int](), ()) if plan is None else (Counter(plan.offloaded), plan.recomputed)
         groups = []
         for stage in self._first.stages:
             index, sizes = stage.index, stage.sizes
+            part = slice(0) if plan is None else plan.part(index)
             if plan is not None and not stage.saved:  # no step has run with it yet
-                sizes = plan.nbytes[index]
-            again = () if plan is None else plan.saves.get(index, ())
-            for k, (name, nbytes) in enumerate(zip(stage.names, sizes, strict=False)):
-                number, recomputed = chunks[index, k], bool(again) and again[k] is not None
-                saved: dict[str, Any] = {"bytes_saved": nbytes * forwards[index], "bytes_offloaded": nbytes * number}
-                groups.append(GroupReport(name, f"stage {index}", forwards[index], number, recomputed, **saved))
+                sizes = plan.nbytes[part]
+            for k, (name, nbytes) in enumerate(zip(stage.names, sizes, strict=False), start=part.start or 0):
+                saved: dict[str, Any] = {
+                    "bytes_saved": nbytes * forwards[index],
+                    "bytes_offloaded": nbytes * numbers[k],
+                }
+                calls = forwards[index], numbers[k], k in recomputed
+                groups.append(GroupReport(name, f"stage {index}", *calls, **saved))
         if self._conductor.scoped:
             counts["peak_resident_bytes"] = self._first.peak
         because, times = MEASURING if plan is None else plan.because, self._engine.backend.times

@@ -6,7 +6,6 @@ They are followed by the plan of the rank; before there is one, everything is of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,8 +18,9 @@ from ..model.groups import Names, find_modules
 from ..model.replays import OperatorTimes
 from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
-from ..schedule.plan import Action, Do, Event, Plan, When
-from ..schedule.schedules import GroupSchedule, Roles, leanest_calls
+from ..schedule.orders import Event, When
+from ..schedule.plan import Action, Do, Plan
+from ..schedule.schedules import GroupSchedule, leanest, leanest_calls
 from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor
 
@@ -41,16 +41,13 @@ def has_grown(now: int, before: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _roles(layers: int, offloaded: frozenset[int] | None) -> Roles:
-    """Return the roles in a forward that offloads some layers, which the plan of the rank frees; None: all, at once."""
+def _forward_plan(layers: int, offloaded: frozenset[int] | None) -> Plan:
+    """Return the plan of a forward that offloads some layers, which that of the rank frees; None: all, at once."""
     chosen = range(layers) if offloaded is None else sorted(k for k in offloaded if k < layers)
     calls = [(Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)) for k in chosen]
     if offloaded is None:
         calls += [(Event(When.FORWARD_END, k), Action(Do.RELEASE, k)) for k in chosen]
-    roles = Roles.of(Plan.of(max(layers, 1), calls), planned=True)
-    # Peaks count what every forward saves, and the plan of the rank acts wherever a backward comes to a group.
-    last = max(chosen, default=layers)
-    return replace(roles, last_leaving=last, reached=frozenset(range(layers)), freed_later=frozenset())
+    return Plan.of(max(layers, 1), calls, rank=0)
 
 
 class RankStage(Steering):
@@ -132,21 +129,18 @@ class RankStage(Steering):
         if microbatch is None and (alone or not conductor.training):
             return None
         if microbatch is None:  # the metadata inference of the schedule
-            return PassSettings(order, lambda order: Roles.leanest(len(order)), self._policies)
+            return PassSettings(order, lambda order: leanest(len(order)), self._policies)
         offloaded, scoped = None, False
         if microbatch.planned:
-            plan, key = conductor.plan, (microbatch.stage, microbatch.number)
-            assert plan is not None
-            chunks = [chunk for chunk in plan.transfers if chunk[:2] == key]
-            offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
+            offloaded = conductor.offloaded(microbatch.stage, microbatch.number)
             if conductor.scoped and not self.adopts and not self.state.log.records:
                 every = self._ran.issubset(order)  # otherwise those that were skipped may run again
-                if every and not plan.transfers and not self._policies:
+                if every and conductor.idle and not self._policies:
                     return None
                 scoped = True
         begun = partial(conductor.pass_begins, microbatch)
-        roles = lambda order: _roles(len(order), offloaded)  # noqa: E731
-        return PassSettings(order, roles, self._policies, scoped, self.operators, begun)
+        plan_for = lambda order: _forward_plan(len(order), offloaded)  # noqa: E731
+        return PassSettings(order, plan_for, self._policies, scoped, self.operators, begun)
 
     def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
@@ -182,7 +176,7 @@ class RankStage(Steering):
         order, plan = self.state.plans.order, self._conductor.plan
         offloaded: Collection[int] = range(len(order))
         if plan is not None:
-            offloaded = {chunk.group for chunk in plan.transfers if chunk[:2] == (self.index, 0)}
+            offloaded = self._conductor.offloaded(self.index, 0)
         calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
         because = "" if plan is None else plan.because
         return Plan.of(

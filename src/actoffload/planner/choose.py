@@ -12,9 +12,9 @@ from math import inf
 
 from .._text import size
 from ..schedule.costs import Link, StageCost
-from ..schedule.pipeline import PipelinePlan, Step
+from ..schedule.orders import Step, model_order
 from ..schedule.plan import Plan
-from ..schedule.simulate import model_order, model_plan, model_stages, simulate
+from ..schedule.simulate import model_stages, simulate
 from .placement import ROUNDING, Knobs, Placement, Profile
 from .search import Ranks, StageVariants
 from .variants import Variant
@@ -148,7 +148,7 @@ class _Model(Ranks):
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
         taken = [self.taken(stage)[0] for stage in range(len(self.plain))]
-        found = model_plan(len(taken), placement.actions())
+        found = Plan(len(taken), placement.steps())
         costs = [way.cost for way in taken]
         expected = simulate(found, costs, self.pipeline.link, host_seconds=self._host_seconds)
         pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.plain, strict=True)]
@@ -181,7 +181,7 @@ def plan_pipeline(
     budgets: Sequence[int | None] | None = None,
     variants: StageVariants | None = None,
     whole: bool = False,
-) -> tuple[PipelinePlan, ...]:
+) -> tuple[Plan, ...]:
     """Return what each rank of a pipeline offloads, and when; nothing without a limit.
 
     `fraction` of the bytes of each microbatch is offloaded if there is time to copy them, on rank `r` at least
@@ -198,23 +198,27 @@ def plan_pipeline(
             ranks.recompute(rank, budget, FREE)
     allowed = ranks.seconds * (1 + FREE)
     found = [_chosen(each, knobs, budget, allowed) for each, budget in zip(ranks.profiles, budgets, strict=True)]
-    runs = ranks.pipeline.run([placement.actions() for placement, _ in found])
+    runs = ranks.pipeline.run([placement.steps() for placement, _ in found])
     seconds = max((run.compute for run in runs), default=0.0)
     plans = []
     for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
-        mine = sorted({step.stage for step in order})
-        costs = {stage: ranks.pipeline.times[stage].cost for stage in mine}
-        titles = {stage: map(str, range(len(cost.groups))) for stage, cost in costs.items()}
-        saves = {stage: tuple(way.saves for way in ranks.taken(stage)) for stage in mine}
+        layers = ranks.pipeline.layers[number]
+        costs = {stage: ranks.pipeline.times[stage].cost for stage in layers}
+        groups = [group for cost in costs.values() for group in cost.groups]
+        titles = {stage: map(str, range(len(mine))) for stage, mine in layers.items()}
+        taken = {stage: [way.saves for way in ranks.taken(stage)] for stage in layers}
+        saves = [each for stage, mine in layers.items() for each in taken[stage] or [None] * len(mine)]
         plans.append(
-            PipelinePlan(
-                number,
-                order,
-                {stage: tuple((names or titles).get(stage, titles[stage])) for stage in mine},
-                placement.transfers(),
-                {stage: cost.split for stage, cost in costs.items()},
-                {stage: tuple(group.nbytes for group in cost.groups) for stage, cost in costs.items()},
-                {stage: each for stage, each in saves.items() if any(saved is not None for saved in each)},
+            Plan(
+                len(groups),
+                placement.steps(),
+                names=tuple(name for stage in layers for name in (names or titles).get(stage, titles[stage])),
+                nbytes=tuple(group.nbytes for group in groups),
+                saves=tuple(saves) if any(each is not None for each in saves) else (),
+                rank=number,
+                order=order,
+                stages=tuple(stage for stage, mine in layers.items() for _ in mine),
+                splits=tuple(stage for stage, cost in costs.items() if cost.split),
                 seconds=seconds,
                 baseline_seconds=ranks.baseline_seconds,
                 peak_bytes=run.peak,

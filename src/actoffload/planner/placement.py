@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
@@ -11,10 +11,11 @@ from math import inf
 from typing import NamedTuple
 
 from ..schedule.costs import GroupTimes
-from ..schedule.pipeline import Actions, Chunk, Computation, Moment, Step, Transfer, actions_of, used_in
-from ..schedule.run import RankRun
-from ..schedule.simulate import Pipeline
+from ..schedule.orders import Computation, Event, Step, events_of, used_in
+from ..schedule.plan import Action, Do, Steps
+from ..schedule.run import Pipeline, RankRun
 
+AT_ONCE = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # the order at one event
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
 FEW = 2  # numbers of kinds that are tried for a limit, from the fewest that fit
 
@@ -31,60 +32,62 @@ class Knobs:
 
 
 class Spot(NamedTuple):
-    """Where a chunk is saved and used; moments are numbered over all steps of the rank."""
+    """Where what a layer saves for a microbatch is saved and used; events are numbered over all steps of the rank."""
 
-    chunk: Chunk
+    layer: int
+    microbatch: int
     saved: int  # where its forward starts
     use: int  # where a backward first comes to it
     split: bool  # that of the inputs, and one of the weights comes later
 
 
 class Spots:
-    """The moments of a rank, and all chunks that can be offloaded, whatever its groups cost.
+    """The events of a rank, and all that can be offloaded, whatever its groups cost.
 
-    It is made with the number of groups of each stage, and whether it has a split.
+    It is made with the layers of each stage, and the stages with a split.
     """
 
-    def __init__(self, order: Sequence[Step], counts: Mapping[int, int], splits: Mapping[int, bool]) -> None:
-        self.moments = list[Moment]()  # all, in order
+    def __init__(self, order: Sequence[Step], layers: Mapping[int, range], splits: Collection[int]) -> None:
+        self.events = list[Event]()  # all, in order
         self.runs = list[int]()  # number of groups that are computed before
         first = list[int]()
-        for number, (stage, computation, _) in enumerate(order):
-            count = counts[stage]
-            first.append(len(self.moments))
-            whole = computation is Computation.BACKWARD_WEIGHT and splits[stage]
-            positions = (0, count) if whole and count else range(count + 1)
-            self.moments += [Moment(number, position) for position in positions]
-            each = computation is not Computation.BACKWARD_INPUT or splits[stage]
+        for step in order:
+            events, split = events_of(step, layers[step.stage]), step.stage in splits
+            first.append(len(self.events))
+            positions = range(len(events))
+            if step.computation is Computation.BACKWARD_WEIGHT and split:  # its groups are not told apart
+                positions = positions[:: max(len(events) - 1, 1)]
+            self.events += [events[position] for position in positions]
+            each = split or step.computation is not Computation.BACKWARD_INPUT
             before = self.runs[-1] if self.runs else 0
             self.runs += [before + each * position for position in positions]
         self.all = list[Spot]()  # in order of saving
         for (stage, microbatch), (forward, input_, last) in used_in(order, splits).items():
-            count = counts[stage]
-            for group in range(count):
-                saved, use = first[forward] + group, first[input_] + count - 1 - group
+            for position, layer in enumerate(layers[stage]):
+                saved, use = first[forward] + position, first[input_] + len(layers[stage]) - 1 - position
                 if self.runs[saved + 1] < self.runs[use]:  # what is used at once stays
-                    self.all.append(Spot(Chunk(stage, microbatch, group), saved, use, input_ != last))
+                    self.all.append(Spot(layer, microbatch, saved, use, input_ != last))
         self.all.sort(key=lambda spot: spot.saved)
-        kinds: dict[tuple[int, int], list[int]] = {}
+        kinds: dict[int, list[int]] = {}
         for k, spot in enumerate(self.all):
-            kinds.setdefault((spot.chunk.stage, spot.chunk.group), []).append(k)
-        self.kinds = [kinds[key] for key in sorted(kinds)]  # positions in `all`, for each group of each stage
+            kinds.setdefault(spot.layer, []).append(k)
+        self.kinds = [kinds[layer] for layer in sorted(kinds)]  # positions in `all`, for each layer
 
 
 class Profile:
     """One rank: how it runs without offloading, and what it may offload.
 
-    Lists have an entry for each moment, or for each of the spots.
+    Lists have an entry for each event, or for each of the spots.
     """
 
     def __init__(self, spots: Spots, run: RankRun, rank: int, knobs: Knobs, pipeline: Pipeline) -> None:
         self.spots, self.rank, self._knobs, self._pipeline = spots, rank, knobs, pipeline
-        self.when = list(accumulate(run.when, max))  # seconds at which the moments come
-        self.needs = run.needs  # bytes on the device from each moment to the next, at most
+        self.when = list(accumulate(run.when, max))  # seconds at which the events come
+        self.needs = run.needs  # bytes on the device from each event to the next, at most
         self.peak_bytes = max(run.needs, default=0)
-        self.times: list[GroupTimes] = [pipeline.times[spot.chunk.stage].groups[spot.chunk.group] for spot in spots.all]
-        # Seconds by which the copies must start before the chunk is used.
+        layers = [group for stage in pipeline.layers[rank] for group in pipeline.times[stage].groups]
+        self.times: list[GroupTimes] = [layers[spot.layer] for spot in spots.all]
+        # Seconds by which the copies must start before the group is used.
         self._ahead = [
             times.input_ahead if spot.split else times.back_ahead
             for times, spot in zip(self.times, spots.all, strict=True)
@@ -93,7 +96,7 @@ class Profile:
         room = sum(self.times[kind[0]].nbytes for _, kind in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
-        # The kinds of chunks that may be offloaded, and those for which there is time.
+        # The kinds of spots that may be offloaded, and those for which there is time.
         self.kinds, self._free = list[list[int]](), list[list[int]]()
         for seconds, kind in idle:
             nbytes = self.times[kind[0]].nbytes
@@ -153,8 +156,8 @@ class Profile:
 
     def seconds(self, placement: Placement, allowed: float = inf) -> float:
         """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
-        actions: list[Actions] = [{} for _ in self._pipeline.compiled]
-        actions[self.rank] = placement.actions()
+        actions: list[Steps] = [{} for _ in self._pipeline.compiled]
+        actions[self.rank] = placement.steps()
         return max(run.compute for run in self._pipeline.run(actions, allowed=allowed))
 
     def leanest(self, kinds: Sequence[list[int]] | None = None) -> int:
@@ -163,7 +166,7 @@ class Profile:
         return max(self.needs_with({k: self.spots.all[k].saved + 1 for k in chosen}), default=0)
 
     def needs_with(self, releases: Mapping[int, int]) -> list[int]:
-        """Return the bytes from each moment to the next with releases of spots, and reloads as late as can be."""
+        """Return the bytes from each event to the next with releases of spots, and reloads as late as can be."""
         change = [0] * (len(self.needs) + 1)
         for k, release in releases.items():
             nbytes = self.times[k].nbytes
@@ -171,15 +174,15 @@ class Profile:
             change[max(self.spots.all[k].use, release)] += nbytes
         return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
 
-    # Where to release and reload chunks
+    # Where to release and reload groups
 
     def place(self, chosen: Iterable[int], limit: float = inf) -> Placement:
         """Return the placement of some spots.
 
-        A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would
+        A group is released at the first event where its copy is expected to be done, and earlier where memory would
         exceed the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.
-        What would only be reloaded at once is kept, as are chunks whose forward starts while `max_inflight` others are
-        copied.  The peak may exceed the limit if no placement of these chunks fits.
+        What would only be reloaded at once is kept, as are groups whose forward starts while `max_inflight` others are
+        copied.  The peak may exceed the limit if no placement of these groups fits.
         """
         order = sorted(chosen)
         latest = self._latest_reloads(order)
@@ -189,7 +192,7 @@ class Profile:
         return self._finish(releases, latest, limit)
 
     def _latest_reloads(self, chosen: Sequence[int]) -> dict[int, int]:
-        """Return the last moment at which the reload of each chunk can start without a stall."""
+        """Return the last event at which the reload of each group can start without a stall."""
         when, spots, latest, free = self.when, self.spots.all, dict[int, int](), inf
         for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
             free = min(when[use] - self._ahead[k], free - self.times[k].back)
@@ -197,7 +200,7 @@ class Profile:
         return latest
 
     def _releases(self, chosen: Sequence[int], latest: Mapping[int, int], limit: float) -> dict[int, int]:
-        """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
+        """Return the first event at which the copies of each group are done; where a limit may force it, any group."""
         max_inflight, when = self._knobs.max_inflight, self.when
         found, ends, queue = dict[int, int](), list[float](), 0.0
         for k in chosen:
@@ -215,7 +218,7 @@ class Profile:
         return found
 
     def _force(self, releases: dict[int, int], limit: float) -> None:
-        """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
+        """Release groups earlier where memory would exceed the limit: those first that are copied first."""
         spots, needs = self.spots.all, self.needs_with(releases)
         waiting = sorted(releases)
         for m, need in enumerate(needs):  # those behind m change in this loop
@@ -261,11 +264,11 @@ class Profile:
 
 @dataclass(slots=True)
 class Placement:
-    """Where chunks are released and reloaded, and the memory that this needs."""
+    """Where groups are released and reloaded, and the memory that this needs."""
 
     profile: Profile
-    needs: list[int]  # bytes on the device from each moment to the next, at most
-    # Of each offloaded spot the numbers of the moments of its release and its reload.
+    needs: list[int]  # bytes on the device from each event to the next, at most
+    # Of each offloaded spot the numbers of the events of its release and its reload.
     placed: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -273,22 +276,18 @@ class Placement:
         """Largest number of bytes on the device."""
         return max(self.needs, default=0)
 
-    def transfers(self) -> dict[Chunk, Transfer]:
-        """Return what a plan needs."""
-        moments, spots = self.profile.spots.moments, self.profile.spots.all
-        return {
-            spots[k].chunk: Transfer(moments[release], moments[reload])
-            for k, (release, reload) in sorted(self.placed.items())
-        }
-
-    def actions(self) -> Actions:
-        """Return what is done at each moment, as the plan with these `transfers` has it."""
-        moments, spots = self.profile.spots.moments, self.profile.spots.all
-        return actions_of(
-            (chunk, transfer, moments[spots[k].saved], moments[spots[k].use])
-            for k, (chunk, transfer) in zip(sorted(self.placed), self.transfers().items(), strict=True)
-        )
+    def steps(self) -> Steps:
+        """Return what a plan does at each event: releases, then reloads in order of their use, then offloads."""
+        spots, found = self.profile.spots, dict[Event, tuple[Action, ...]]()
+        calls = []
+        for k, (release, reload) in self.placed.items():
+            spot = spots.all[k]
+            calls += [(event, kind, spot.use, k) for kind, event in enumerate((release, reload, spot.saved))]
+        for number, kind, _, k in sorted(calls):
+            event, action = spots.events[number], Action(AT_ONCE[kind], spots.all[k].layer, spots.all[k].microbatch)
+            found[event] = (*found.get(event, ()), action)
+        return found
 
     def add(self, nbytes: int, start: int, stop: int) -> None:
-        """Count bytes from one moment to another."""
+        """Count bytes from one event to another."""
         self.needs[start:stop] = [need + nbytes for need in self.needs[start:stop]]

@@ -13,8 +13,8 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import Link, StageCost, StageTimes
-from ..schedule.pipeline import Step
-from ..schedule.simulate import Pipeline
+from ..schedule.orders import Step
+from ..schedule.run import Pipeline
 from .placement import ROUNDING, Knobs, Profile, Spots
 from .variants import Variant
 
@@ -25,7 +25,7 @@ Ways: TypeAlias = Mapping[tuple[int, int], int]
 """By stage and group the position of the way that is taken; others are run without recomputation."""
 
 EXTENTS, FINEST = 8, 64  # extents of recomputation that are tried at first, and into which all are divided at last
-LEAST, WORK = 26, 3000  # choices of ways that are tried, at least, and beyond that for a step of one moment
+LEAST, WORK = 26, 3000  # choices of ways that are tried, at least, and beyond that for a step of one event
 
 Rank: TypeAlias = tuple[bool, float]
 """False and the time where the limit is kept, otherwise True and the peak."""
@@ -49,9 +49,9 @@ class Ranks:
         self.orders, self.plain = [tuple(order) for order in orders], tuple(stages)
         self.knobs, self.variants = knobs, variants
         self.pipeline = Pipeline(orders, stages, link, host_seconds=host_seconds)
-        counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
-        splits = {stage: cost.split for stage, cost in enumerate(stages)}
-        self._spots = [Spots(order, counts, splits) for order in orders]
+        splits = [stage for stage, cost in enumerate(stages) if cost.split]
+        pairs = zip(orders, self.pipeline.layers, strict=True)
+        self._spots = [Spots(order, layers, splits) for order, layers in pairs]
         self._times: dict[tuple[int, ...], StageTimes] = {}
         self.use({})
         self.baseline_seconds, self.baseline_peaks = self.seconds, [each.peak_bytes for each in self.profiles]

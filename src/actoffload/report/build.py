@@ -21,7 +21,7 @@ from ..engine.layer import Layer, Phase
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..engine.storage import Residency
-from ..schedule.schedules import OUTSIDE
+from ..schedule.plan import OUTSIDE
 from ..schedule.timeline import Kind, Timeline
 from .holders import HeldStorage, Holder, find_all_holders, merge_held
 from .plots import COMPUTE, without_stalls
@@ -46,8 +46,8 @@ class PassStatistics(NamedTuple):
 
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     """Return the statistics of a locked pass whose forward has just ended; `labels` are names and kinds of groups."""
-    stay, expected, freed, later = done.roles.stay, 0, 0, 0
-    if not done.roles.planned:  # the program calls for each transfer
+    stay, expected, freed, later = done.plan.stay, 0, 0, 0
+    if done.plan.manual:
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
     groups, held, memories = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
     inputs = done.inputs if isinstance(done, ModelPass) else ()
@@ -65,7 +65,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
             numbers.update(bytes_saved=storage.nbytes, bytes_offloaded=copied)
             numbers["bytes_wasted"] += copied if shared else 0
             if offloaded:
-                in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
+                in_backward = not done.plan.freed_later.isdisjoint(storage.layers)
                 expected += 0 if shared or in_backward else storage.nbytes
                 later += storage.nbytes if in_backward and not shared else 0
                 freed += storage.nbytes if storage.residency is Residency.HOST else 0

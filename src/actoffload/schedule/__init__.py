@@ -1,27 +1,14 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved, StageCost
-from .pipeline import (
-    Chunk,
-    ChunkAction,
-    Computation,
-    Moment,
-    PipelinePlan,
-    Step,
-    Transfer,
-    gpipe,
-    one_f_one_b,
-    read_order,
-)
-from .plan import Action, Do, Event, Plan, When
+from .orders import Computation, Event, Step, When, gpipe, one_f_one_b, read_order
+from .plan import Action, Do, Plan
 from .schedules import DefaultSchedule, GroupSchedule
 from .simulate import PipelineSimulation, simulate, simulate_pipeline
 from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = [
     "Action",
-    "Chunk",
-    "ChunkAction",
     "Computation",
     "DefaultSchedule",
     "Do",
@@ -30,8 +17,6 @@ __all__ = [
     "Kind",
     "LayerCost",
     "Link",
-    "Moment",
-    "PipelinePlan",
     "PipelineSimulation",
     "Plan",
     "Saved",
@@ -40,7 +25,6 @@ __all__ = [
     "StageCost",
     "Step",
     "Timeline",
-    "Transfer",
     "When",
     "gpipe",
     "one_f_one_b",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .._arguments import check_bytes, check_fits, check_kinds, check_seconds, check_whole
-from .pipeline import Computation
+from .orders import Computation
 
 
 @dataclass(frozen=True, slots=True)

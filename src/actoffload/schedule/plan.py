@@ -1,4 +1,4 @@
-"""Events of a step, actions on layers, and the plan that maps events to actions.
+"""Actions on layers, and the plan that says at which events of a rank they are done.
 
 A plan is data: the engine executes it, `simulate` predicts its cost, and the documentation draws it.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 from .._arguments import check_fits, check_kind, check_kinds, check_whole
 from .._text import (
@@ -28,15 +30,11 @@ from .._text import (
     size_or_dash,
     written,
 )
+from .orders import BORDERS, Computation, Event, Order, Step, When, events_of, layers_of, model_order, used_in
 
-
-class When(enum.Enum):
-    """The four events of a layer in one pass, in order."""
-
-    FORWARD_START = "forward start"
-    FORWARD_END = "forward end"
-    BACKWARD_START = "backward start"
-    BACKWARD_END = "backward end"
+NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
+OUTSIDE = 1 << 30
+"""Index of the layer of what is saved in no layer; larger than every other."""
 
 
 class Do(enum.Enum):
@@ -52,92 +50,38 @@ class Do(enum.Enum):
     RELEASE = "release"
     RELOAD = "reload"
 
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An event of a pass: ``Event(When.FORWARD_START, 3)`` is the start of layer 3's forward."""
-
-    when: When
-    layer: int
-
-    def __str__(self) -> str:
-        return f"{self.when.value} of layer {self.layer}"
+    __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """An action on one layer: ``Action(Do.RELOAD, 0)``."""
+class Action(NamedTuple):
+    """An action on what a layer saves for one microbatch: ``Action(Do.RELOAD, 0)``."""
 
     do: Do
     layer: int
+    microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.do.value} layer {self.layer}"
+        return f"{self.do.value} layer {self.layer}{f', microbatch {self.microbatch}' if self.microbatch else ''}"
 
 
-# What all plans have
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnyPlan:
-    """What plans of models and of pipelines have in common: expected costs, and the reason."""
-
-    seconds: float | None = None
-    baseline_seconds: float | None = None
-    peak_bytes: int | None = None
-    because: str = ""
-
-    WORK: ClassVar[tuple[str, ...]] = ()  # the fields that say what is done
-
-    @property
-    def work(self) -> tuple[Any, ...]:
-        """What is done, whatever is expected of it."""
-        return tuple(getattr(self, name) for name in self.WORK)
-
-    @property
-    def idle(self) -> bool:
-        """Whether everything is kept."""
-        return not any(self.work)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        plain: dict[str, Any] = {
-            name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()
-        }
-        return partial(type(self), **plain), ()
-
-    def _expected(self, period: str, without: str) -> list[str]:
-        """Return the expected peak and time, each if it is known; `without` says what the baseline is."""
-        parts = [] if self.peak_bytes is None else [f"peak {size(self.peak_bytes)}"]
-        if self.seconds is not None:
-            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
-            parts.append(f"{period} {milliseconds(self.seconds)}{beside}")
-        return parts
-
-    def _text(self, table: str, expected: str, *more: str) -> str:
-        """Return a table with what is expected and the reason below."""
-        below = f"Expected: {expected}." if expected else "", self.because, *more
-        return "\n\n".join(filter(None, (table, " ".join(filter(None, below)))))
-
-
-# The plan of a model
-
-
-NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
+Steps = Mapping[Event, tuple[Action, ...]]
+"""What is done at each event, in order."""
 
 
 @dataclass(frozen=True)
-class Plan(AnyPlan):
+class Plan:
     """Which actions follow which events in one pass, and what that is expected to cost.
 
-    ``print`` gives a table by group; while no sizes are given, the actions in order.
+    The plan of a rank of a pipeline is about all its microbatches; it has also `rank`, `order` and `stages`.  ``print``
+    gives a table by group; while no sizes are given, the actions in order.
 
     Parameters
     ----------
     model_layers : int
         Number of layers, or groups, in one pass; at least 1.
     steps : mapping of Event to tuple of Action
-        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order.
+        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order,
+        for each microbatch.
     names : tuple of str
         The layers, in execution order; by default their numbers.  A group that runs twice comes twice.
     nbytes : tuple of int
@@ -146,6 +90,8 @@ class Plan(AnyPlan):
         Expected time of a step, and without offloading.
     peak_bytes, baseline_peak_bytes : int, optional
         Expected peak of device memory in forward and backward, and without offloading and recomputation.
+    saved_peak_bytes : int, optional
+        Expected peak of the saved tensors of a rank alone.
     because : str
         Why this plan was chosen, in sentences; may be empty.
     recomputed_nbytes : tuple of int
@@ -158,6 +104,16 @@ class Plan(AnyPlan):
     holds : bool
         Whether what is made again stays on the device until its last use.  Otherwise what is cheap to make is freed and
         made once more, which takes less memory.
+    manual : bool
+        Whether the program calls for each transfer.
+    rank : int, optional
+        The rank of a pipeline.
+    order : tuple of Step
+        What it computes, in order; of a model the forward of each layer and then the backward of each.
+    stages : tuple of int
+        The stage of each layer, ascending; of a model each layer is its own.
+    splits : tuple of int
+        The stages whose input backward uses what they save.
 
     Raises
     ------
@@ -178,24 +134,32 @@ class Plan(AnyPlan):
     """
 
     model_layers: int
-    steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
+    steps: Steps = field(default_factory=dict)
     names: tuple[str, ...] = ()
     nbytes: tuple[int, ...] = ()
     recomputed_nbytes: tuple[int, ...] = ()
     recompute_seconds: float = 0.0
     saves: tuple[tuple[str, ...] | None, ...] = ()
     holds: bool = False
+    seconds: float | None = None
+    baseline_seconds: float | None = None
+    peak_bytes: int | None = None
     baseline_peak_bytes: int | None = None
-
-    WORK = ("steps", "saves", "holds")
+    saved_peak_bytes: int | None = None
+    because: str = ""
+    manual: bool = False
+    rank: int | None = None
+    order: Order = ()
+    stages: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_whole(model_layers=self.model_layers, least=1)
+        check_whole(model_layers=self.model_layers, least=1 if self.rank is None else 0)
         check_kind(Mapping, steps=self.steps)
         object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
         check_kinds(str, names=self.names)
         object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(self.model_layers))))
-        for name in ("names", "nbytes", "recomputed_nbytes", "saves"):
+        for name in ("names", "nbytes", "recomputed_nbytes", "saves", "stages"):
             entries = tuple(getattr(self, name))
             object.__setattr__(self, name, entries)
             if entries and len(entries) != self.model_layers:
@@ -212,7 +176,8 @@ class Plan(AnyPlan):
         known = {name: value for name, value in times.items() if value is not None}
         check_fits("seconds, 0 or more", lambda value: value >= 0, **known)
         check_kind(str, because=self.because)
-        check_kind(bool, "True or False", holds=self.holds)
+        check_kind(bool, "True or False", holds=self.holds, manual=self.manual)
+        check_kinds(Step, order=self.order)
         self._check()
 
     @classmethod
@@ -226,10 +191,26 @@ class Plan(AnyPlan):
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(type(self), **given | {"steps": dict(self.steps)}), ()
+
+    # What is done
+
     @property
+    def work(self) -> tuple[Any, ...]:
+        """What is done, whatever is expected of it."""
+        return self.steps, self.saves, self.holds
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is kept."""
+        return not any(self.work)
+
+    @cached_property
     def offloaded(self) -> tuple[int, ...]:
-        """The layers to offload, ascending."""
-        return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
+        """The layers to offload, ascending; in a pipeline once for each microbatch."""
+        return tuple(sorted(action.layer for action in self._offloads))
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -238,31 +219,112 @@ class Plan(AnyPlan):
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that are offloaded."""
+        """Bytes that are offloaded, of all microbatches."""
         return sum(self.nbytes[k] for k in self.offloaded) if self.nbytes else 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that could be offloaded and are kept."""
-        return sum(self.nbytes) - self.offloaded_bytes
+        sizes = zip(self.nbytes, self.forwards, strict=False)
+        return sum(nbytes * number for nbytes, number in sizes) - self.offloaded_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the plan needs, from each forward to the last backward; 0 if sizes are not known."""
+        change = Counter[int]()
+        for _, layer, microbatch in self._offloads if self.nbytes else ():
+            saved, _, last = self._uses[self._stages[layer], microbatch]
+            change[saved] += self.nbytes[layer]
+            change[last] -= self.nbytes[layer]
+        return max(accumulate(change[place] for place in sorted(change)), default=0)
 
     def events(self) -> Iterator[Event]:
-        """All events of a sequential pass, in order."""
-        for layer in range(self.model_layers):
-            yield Event(When.FORWARD_START, layer)
-            yield Event(When.FORWARD_END, layer)
-        for layer in reversed(range(self.model_layers)):
-            yield Event(When.BACKWARD_START, layer)
-            yield Event(When.BACKWARD_END, layer)
+        """All events, in order: of a sequential pass, or of a step of a pipeline."""
+        for step in self._order:
+            yield from self.events_of(step)
 
-    def at(self, when: When, layer: int) -> tuple[Action, ...]:
+    def events_of(self, step: Step) -> tuple[Event, ...]:
+        """Return the events of a step, in order."""
+        return events_of(step, self.layers.get(step.stage, ()))
+
+    def at(self, when: When, layer: int, microbatch: int = 0) -> tuple[Action, ...]:
         """Return the actions that follow an event; empty for most."""
-        return self.steps.get(Event(when, layer), ())
+        return self.steps.get(Event(when, layer, microbatch), ())
 
-    def find(self, do: Do, layer: int) -> Event | None:
+    def find(self, do: Do, layer: int, microbatch: int = 0) -> Event | None:
         """Return the event at which something is done to a layer, or None if it never is."""
-        wanted = Action(do, layer)
+        wanted = Action(do, layer, microbatch)
         return next((event for event, acts in self.steps.items() if wanted in acts), None)
+
+    def first_use(self, layer: int, microbatch: int = 0) -> Event:
+        """Return the event at which a backward first comes to what a layer saved."""
+        _, first, _ = self._uses[self._stages[layer], microbatch]
+        return Event(BORDERS[self._order[first].computation][0], layer, microbatch)
+
+    @cached_property
+    def layers(self) -> Mapping[int, range]:
+        """The layers of each stage."""
+        return layers_of(self._stages, Counter(self._stages))
+
+    def part(self, stage: int) -> slice:
+        """Return where the layers of a stage are in `names`, `nbytes` and `saves`."""
+        layers = self.layers.get(stage, range(0))
+        return slice(layers.start, layers.stop)
+
+    @property
+    def _offloads(self) -> list[Action]:
+        return [action for actions in self.steps.values() for action in actions if action.do is Do.OFFLOAD]
+
+    @cached_property
+    def _order(self) -> Order:
+        return self.order or model_order(self.model_layers)
+
+    @property
+    def _stages(self) -> Sequence[int]:
+        return self.stages or range(self.model_layers)
+
+    @cached_property
+    def _uses(self) -> Mapping[tuple[int, int], tuple[int, int, int]]:
+        """Where each microbatch of each stage is saved, and where it is first and last used."""
+        return used_in(self._order, self.splits)
+
+    @cached_property
+    def forwards(self) -> list[int]:
+        """Number of microbatches for which each layer is computed."""
+        number = Counter(stage for stage, _ in self._uses)
+        return [number[stage] for stage in self._stages]
+
+    # What the engine asks for each saved tensor, or each group
+
+    @cached_property
+    def stay(self) -> frozenset[int]:
+        """The layers that are not offloaded, unless the program calls for it."""
+        every = () if self.manual else (*range(self.model_layers), OUTSIDE)
+        return frozenset(every).difference(self.offloaded)
+
+    @cached_property
+    def last_leaving(self) -> int:
+        """The last layer that may be offloaded; of a microbatch of which none is, all count."""
+        return max(self.offloaded, default=-1 if self.rank is None else self.model_layers)
+
+    @cached_property
+    def reached(self) -> frozenset[int]:
+        """The layers at whose start in backward something has to be done: of a microbatch, for others as well."""
+        if self.rank is not None:
+            return frozenset(range(self.model_layers))
+        backward = [event for event in self.steps if event.when in BACKWARD]
+        before = (event.layer - 1 for event in backward if event.when is When.BACKWARD_END)  # it ends above them
+        return frozenset(self.offloaded).union(before, (event.layer for event in backward))
+
+    @cached_property
+    def freed_later(self) -> frozenset[int]:
+        """The offloaded layers that are still on the device when backward begins."""
+        forward = {action for event, acts in self.steps.items() if event.when not in BACKWARD for action in acts}
+        released = (k for k in self.offloaded if Action(Do.RELEASE, k) in forward)
+        freed = {k for k in released if Action(Do.RELOAD, k) not in forward}
+        return frozenset(self.offloaded if self.rank is None else ()) - freed
+
+    # Text
 
     def __str__(self) -> str:
         if not self.nbytes:
@@ -270,37 +332,51 @@ class Plan(AnyPlan):
                 f"{event}: {', '.join(map(str, self.steps[event]))}" for event in self.events() if self.steps.get(event)
             ]
             return "\n".join(lines) or f"nothing is offloaded in {self.model_layers} layers"
-        offloaded, again = set(self.offloaded), set(self.recomputed)
-        less = self.recomputed_nbytes or (0,) * len(self.names)
-        groups = [(name, k in offloaded, k in again, less[k], self.nbytes[k]) for k, name in enumerate(self.names)]
+        number, again, alone = Counter(self.offloaded), set(self.recomputed), self.rank is None
+        less = self.recomputed_nbytes or (0,) * self.model_layers
+        stages = (0,) * self.model_layers if alone else self._stages
+        groups = [
+            (self.names[k], stages[k], self.forwards[k], number[k], k in again, self.nbytes[k], less[k])
+            for k in range(self.model_layers)
+        ]
         rows = []
         for alike in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            number, (_, leaves, recomputed, saved_less, nbytes) = len(alike), alike[0]
-            sizes = (0, number * nbytes) if leaves else (number * nbytes, 0)
-            name = fold_names(group[0] for group in alike)
-            rows.append(self._row(name, number, sizes, number * saved_less, recomputed))
-        total = self.kept_bytes, self.offloaded_bytes
-        rows.append(self._row("", len(self.names), total, sum(less), bool(again)))
-        header = ("group", "number", "kept", "offloaded", *(["recomputed"] if again else []))
-        table = Table(header, tuple(rows), left=1, sums=True)
-        return self._text(str(table), self.expected, "" if any(self.nbytes) or any(less) else NO_BYTES)
+            count, (_, stage, forwards, offloaded, recomputed, nbytes, saved_less) = len(alike), alike[0]
+            sizes = count * nbytes * (forwards - offloaded), count * nbytes * offloaded
+            names = fold_names(group[0] for group in alike)
+            title = (names, str(count)) if alone else (str(stage), names, f"{offloaded} of {forwards}")
+            rows.append((*title, *self._sizes(sizes, count * saved_less, recomputed)))
+        title = ("", str(self.model_layers)) if alone else ("", "", "")
+        rows.append((*title, *self._sizes((self.kept_bytes, self.offloaded_bytes), sum(less), bool(again))))
+        first = ("group", "number") if alone else ("stage", "group", "microbatches offloaded")
+        header = (*first, "kept", "offloaded", *(["recomputed"] if again else []))
+        table = str(Table(header, tuple(rows), left=len(first) - 1, sums=True))
+        table = table if alone else f"rank {self.rank}\n{table}"
+        expected = f"Expected: {self.expected}." if self.expected else ""
+        below = expected, self.because, "" if any(self.nbytes) or any(less) else NO_BYTES
+        return "\n\n".join(filter(None, (table, " ".join(filter(None, below)))))
 
-    def _row(self, name: str, number: int, sizes: tuple[int, int], less: int, recomputed: bool) -> tuple[str, ...]:
-        """Return a line; a recomputed group for which the bytes are not known has "yes"."""
+    def _sizes(self, sizes: tuple[int, int], less: int, recomputed: bool) -> list[str]:
+        """Return the sizes of a line; a recomputed group for which the bytes are not known has "yes"."""
         cells = list(map(size_or_dash, (*sizes, *([less] if self.recomputed else []))))
         if recomputed and not less:
             cells[-1] = "yes"
-        return (name, str(number), *cells)
+        return cells
 
     @property
     def expected(self) -> str:
         """The expected peak and time of a pass, with what recomputation takes of it; empty if they are not known."""
         # No pass without fits, so its time is a sum over groups that were measured beside copies.
         without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
-        parts = self._expected("pass", without)
+        parts = [] if self.peak_bytes is None else [f"peak {size(self.peak_bytes)}"]
+        if self.seconds is not None:
+            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
+            parts.append(f"{'pass' if self.rank is None else 'step'} {milliseconds(self.seconds)}{beside}")
         if self.recompute_seconds > 0:
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         return "; ".join(parts)
+
+    # Files
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file.
@@ -337,41 +413,49 @@ class Plan(AnyPlan):
             ) from error
         return cast(Self, plan)
 
+    # Checks
+
     def _check(self) -> None:
+        if list(self.stages) != sorted(self.stages):
+            raise ValueError(f"stages is {self.stages}; the layers of one stage follow those of the one before it.")
         times = {event: k for k, event in enumerate(self.events())}
+        computed = {(k, microbatch) for stage, microbatch in self._uses for k in self.layers.get(stage, ())}
+        alone, last = self.rank is None, self.model_layers - 1
+        unknown = f"but its layers are 0 to {last}" if alone else "which is not in its order"
         places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
         for event, acts in self.steps.items():
             if event not in times:
-                raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
+                raise ValueError(f"The plan names the {event}, {unknown}.")
             for k, act in enumerate(acts):
-                if not 0 <= act.layer < self.model_layers:
-                    raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
+                if act[1:] not in computed:
+                    raise ValueError(f"The plan would {act}, {unknown}.")
                 if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
                 places[act] = times[event], k
         for act, place in places.items():
-            problem = _misplaced(act, place, places, times)
+            problem = self._misplaced(act, place, places, times)
             if problem:
                 raise ValueError(f"The plan would {act} {problem}.")
 
+    def _misplaced(
+        self, act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]], times: Mapping[Event, int]
+    ) -> str:
+        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
+        saved = times[Event(When.FORWARD_START, *act[1:])]
+        if act.do is Do.OFFLOAD:
+            if place[0] < saved:
+                return "before its forward starts; move it there or later"
+        else:
+            before = act._replace(do=Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD)
+            if before not in places or places[before] > place:
+                return f"without, or before, the action '{before}'; add it earlier"
+        if act.do is Do.RELEASE and place[0] <= saved:
+            return "before its forward ends; move it there or later"
+        if place[0] > times[self.first_use(*act[1:])]:
+            return "after its backward starts, when it is of no use; move it earlier"
+        return ""
 
-def _misplaced(
-    act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]], times: Mapping[Event, int]
-) -> str:
-    """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
-    layer = act.layer
-    if act.do is Do.OFFLOAD:
-        if place[0] < times[Event(When.FORWARD_START, layer)]:
-            return "before its forward starts; move it there or later"
-    else:
-        before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
-        if before not in places or places[before] > place:
-            return f"without, or before, the action '{before}'; add it earlier"
-    if act.do is Do.RELEASE and place[0] < times[Event(When.FORWARD_END, layer)]:
-        return "before its forward ends; move it there or later"
-    if place[0] > times[Event(When.BACKWARD_START, layer)]:
-        return "after its backward starts, when it is of no use; move it earlier"
-    return ""
 
+BACKWARD = When.BACKWARD_START, When.BACKWARD_END
 
-register(Plan, Event, When, Action, Do)
+register(Plan, Event, When, Action, Do, Step, Computation)

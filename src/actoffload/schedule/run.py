@@ -1,4 +1,4 @@
-"""The run of one rank: its clocks, its memory and the copies of its chunks.
+"""The run of a pipeline: of each rank the clocks, the memory and the copies of what its layers save.
 
 Each rank has four clocks: compute, host, and one copy queue for each direction.  An operation begins when its queue is
 free and what it waits for is done.  The engine on the reference device performs the same operations in the same order.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .costs import Link, Part, Piece, StageTimes
-from .pipeline import Actions, ChunkAction, Computation, Step
-from .plan import Do
+from .costs import Link, Part, Piece, StageCost, StageTimes
+from .orders import Computation, Event, Step, events_of, layers_of
+from .plan import Action, Do, Steps
 from .timeline import Kind, Simulation, Span, Timeline
 
 Message = tuple[int, bool, int]
@@ -22,8 +23,8 @@ Message = tuple[int, bool, int]
 WEIGHTS = Computation.BACKWARD, Computation.BACKWARD_WEIGHT
 """What computes gradients of weights."""
 
-Key = tuple[int, int, int]
-"""Stage, microbatch and group: a `Chunk`."""
+Key = tuple[int, int]
+"""Layer of the rank, and microbatch."""
 
 
 class CompiledStep(NamedTuple):
@@ -32,6 +33,7 @@ class CompiledStep(NamedTuple):
     needs: Message | None
     sends: Message | None
     step: Step
+    layers: Sequence[int]  # as they are computed
 
 
 @dataclass(slots=True)
@@ -53,11 +55,12 @@ class RankRun:
     times: Sequence[StageTimes]  # of all stages
     link: Link
     other: int  # bytes on the device beside saved tensors, without those of `Part.levels`
-    actions: Actions
+    actions: Steps
+    events: Sequence[Sequence[Event]] = ()  # of each step, if there are actions
     host_seconds: float = 0.0  # of the host for each tensor of an offloaded group, in forward and in backward
-    label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the stage
+    label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the layer
     record: bool = False  # a timeline; it takes about as long as the run
-    note: bool = False  # when each moment comes, and the bytes that are needed at most until the next one
+    note: bool = False  # when each event comes, and the bytes that are needed at most until the next one
     allowed: float = inf  # seconds; a run that takes longer is stopped
     compute: float = 0.0
     host: float = 0.0
@@ -97,7 +100,7 @@ class RankRun:
         """Run until a step needs what is not sent yet, or takes longer than it may; return whether one has run."""
         begun = len(self.starts)
         for number in range(begun, len(self.steps)):
-            needs, sends, step = self.steps[number]
+            needs, sends, step, layers = self.steps[number]
             if needs is not None:
                 arrival = arrivals.get(needs)
                 if arrival is None:
@@ -107,40 +110,40 @@ class RankRun:
                     self.compute = arrival
             self.starts.append(self.compute)
             self.stalls.append(self.stalled)
-            self._step(number, step, self.times[step.stage])
+            self._step(step, layers, self.events[number] if self.actions else (), self.times[step.stage])
             if self.compute > self.allowed:
                 break
             if sends is not None:
                 arrivals[sends] = self.compute
         return len(self.starts) > begun
 
-    def _step(self, number: int, step: Step, times: StageTimes) -> None:
+    def _step(self, step: Step, layers: Sequence[int], events: Sequence[Event], times: StageTimes) -> None:
         """Run a step group by group."""
         actions, (stage, computation, microbatch) = self.actions, step
-        forward, count = computation is Computation.FORWARD, len(times.groups)
+        forward = computation is Computation.FORWARD
         parts, level = times.parts[computation], 0
         if forward:
             self.other += times.cost.boundary_bytes + times.cost.output_bytes
         first = computation in WEIGHTS and stage not in self._with_gradients
         if first:
             self._with_gradients.add(stage)
-        for position in range(count):
+        for position, layer in enumerate(layers):
             part = parts[position] if parts else None
             if part is not None:
                 self.compute += part.gap
                 level = part.levels[0]
                 if part.gap_temporary or self.other + level != self._other_there:
                     self._border(level, part.gap_temporary)
-            if (number, position) in actions:
-                self._act(actions[number, position], level)
+            if events and events[position] in actions:
+                self._act(actions[events[position]], level)
             if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.split):
                 self._note(level)
             if part is None:  # an input backward without a split
                 continue
             if forward:
-                self._forward(part, (stage, microbatch, position), times.pieces[position])
+                self._forward(part, (layer, microbatch), times.pieces[position])
             else:
-                self._backward(part, (stage, microbatch, count - 1 - position))
+                self._backward(part, (layer, microbatch))
             self.other += part.kept + part.gradients if first else part.kept
             level = part.levels[1]
             self._border(level, part.temporary)
@@ -149,9 +152,9 @@ class RankRun:
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
-        if (number, count) in actions:
-            self._act(actions[number, count], level)
-        if self.note:
+        if events and events[-1] in actions:
+            self._act(actions[events[-1]], level)
+        if self.note and layers:
             self._note(level)
 
     def _end_backward(self, computation: Computation, times: StageTimes) -> None:
@@ -282,25 +285,26 @@ class RankRun:
 
     # Actions
 
-    def _act(self, actions: tuple[ChunkAction, ...], level: int) -> None:
-        """Carry out the actions of a moment."""
-        for do, chunk in actions:
+    def _act(self, actions: tuple[Action, ...], level: int) -> None:
+        """Carry out the actions of an event."""
+        for do, layer, microbatch in actions:
+            key = layer, microbatch
             if do is Do.OFFLOAD:
-                self._offloading.add(chunk)
-                for copy in self._held.get(chunk, ()):
-                    self._copy_out(chunk, copy)
+                self._offloading.add(key)
+                for copy in self._held.get(key, ()):
+                    self._copy_out(key, copy)
             elif do is Do.RELEASE:
-                self._released.add(chunk)
-                present = [copy for copy in self._held[chunk] if copy.on_device]
-                self._wait(max([copy.copied for copy in present], default=0.0), chunk)
+                self._released.add(key)
+                present = [copy for copy in self._held[key] if copy.on_device]
+                self._wait(max([copy.copied for copy in present], default=0.0), key)
                 for copy in present:
                     copy.on_device = False
                 self._occupy(-sum([copy.piece.nbytes for copy in present]))
             else:
-                absent = [copy for copy in self._held[chunk] if not copy.on_device]
+                absent = [copy for copy in self._held[key] if not copy.on_device]
                 self._occupy(sum([copy.piece.nbytes for copy in absent]))
                 for copy in reversed(absent):
-                    self._copy_back(chunk, copy)
+                    self._copy_back(key, copy)
         if self.saved != self._at_border or self._highest != self._at_border:
             self._border(level)  # [guard: simulated peak of an event]
 
@@ -333,7 +337,7 @@ class RankRun:
     def _note(self, level: int) -> None:
         self.when.append(self.compute)
         need = self.saved + self.other + level
-        self.needs.append(need if self.needs else max(need, self.peak))  # the gap before the first moment counts there
+        self.needs.append(need if self.needs else max(need, self.peak))  # the gap before the first event counts there
 
     def simulation(self, baseline: float) -> Simulation:
         """Return what was recorded; without offloading the step takes `baseline` seconds."""
@@ -352,3 +356,73 @@ class RankRun:
             bubble_seconds=self.bubble,
             starts=tuple(self.starts),
         )
+
+
+class Pipeline:
+    """The orders and costs of all ranks, which can be run with any plans.
+
+    If it is `exact`, as of a model, each saved tensor is copied and freed alone, and spans name the stage.  Otherwise
+    those of a group are one piece, which takes as long, and spans name the microbatch.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Step]],
+        stages: Sequence[StageCost],
+        link: Link,
+        *,
+        host_seconds: float = 0.0,
+        exact: bool = False,
+    ) -> None:
+        self.link, self._exact, self._host_seconds = link, exact, host_seconds
+        known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
+        self.times = [known[id(cost)] for cost in stages]
+        self._stages = {step.stage for order in orders for step in order}
+        counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
+        self.layers = [layers_of((step.stage for step in order), counts) for order in orders]  # of each rank
+        self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
+        self.compiled = [
+            [self._compile(step, layers[step.stage]) for step in order]
+            for order, layers in zip(orders, self.layers, strict=True)
+        ]
+
+    def stage_times(self, cost: StageCost) -> StageTimes:
+        """Return the times of a stage."""
+        return StageTimes(cost, self.link, exact=self._exact)
+
+    def _compile(self, step: Step, layers: range) -> CompiledStep:
+        forward = step.computation is Computation.FORWARD
+        found = step, layers if forward else layers[::-1]
+        if step.computation is Computation.BACKWARD_WEIGHT:
+            return CompiledStep(None, None, *found)
+        before = step.stage - 1 if forward else step.stage + 1
+        needs = (before, forward, step.microbatch) if before in self._stages else None
+        return CompiledStep(needs, (step.stage, forward, step.microbatch), *found)
+
+    @cached_property
+    def _events(self) -> list[list[tuple[Event, ...]]]:
+        pairs = zip(self.compiled, self.layers, strict=True)
+        return [[events_of(each.step, layers[each.step.stage]) for each in steps] for steps, layers in pairs]
+
+    def run(
+        self, actions: Sequence[Steps], *, record: bool = False, note: bool = False, allowed: float = inf
+    ) -> list[RankRun]:
+        """Run every rank with its actions as far as it comes, until all have ended or one took longer than allowed.
+
+        `record` and `note` are as in `RankRun`.
+        """
+        arrivals = dict[Message, float]()
+        how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
+        how |= {"record": record, "note": note, "allowed": allowed}
+        ranks = [
+            RankRun(steps, self.times, self.link, other, acts, self._events[rank] if acts else (), **how)
+            for rank, (steps, other, acts) in enumerate(zip(self.compiled, self.other, actions, strict=True))
+        ]
+        while sum(rank.advance(arrivals) for rank in ranks):
+            if any(rank.compute > allowed for rank in ranks):
+                return ranks
+        for number, rank in enumerate(ranks):
+            if len(rank.starts) < len(rank.steps):
+                step = rank.steps[len(rank.starts)].step
+                raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
+        return ranks

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from .._arguments import check_fraction, check_whole
-from .plan import Action, Do, Event, Plan, When
+from .orders import Event, When
+from .plan import Action, Do, Plan
 
 Key = TypeVar("Key")
 RESIDENT = 2
@@ -194,10 +195,10 @@ class GroupPlans:
         self.order: tuple[int, ...] = tuple(range(len(kinds)))
 
         @lru_cache(maxsize=64)  # a model's order may change all the time
-        def roles(sequence: tuple[int, ...]) -> Roles:
-            return Roles.of(schedule.plan([kinds[group] for group in sequence]), planned=True)
+        def plan_for(sequence: tuple[int, ...]) -> Plan:
+            return schedule.plan([kinds[group] for group in sequence])
 
-        self.roles = roles  # of the layers in the plan for a sequence
+        self.plan_for = plan_for
 
     def kinds(self, sequence: Sequence[int]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
@@ -209,69 +210,25 @@ class GroupPlans:
             self.order = tuple(sequence)  # [guard: learned execution order]
 
 
-# Roles
-
-
-OUTSIDE = 1 << 30
-"""Index of the layer of what is saved in no layer; larger than every other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """A plan, and what the engine reads from it for every saved tensor."""
-
-    plan: Plan
-    stay: frozenset[int]  # layers that are not offloaded
-    last_leaving: int  # the last layer that may be offloaded; -1 if there is none
-    reached: frozenset[int]  # layers at whose start in backward something has to be done
-    planned: bool  # transfers follow the plan; otherwise the program calls for each
-    actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
-    freed_later: frozenset[int] = frozenset()  # offloaded layers that are still on the device when backward begins
-
-    @staticmethod
-    def of(plan: Plan, *, planned: bool | None = None) -> Roles:
-        """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
-        offloaded = frozenset(plan.offloaded)
-        backward = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
-        forward = {action for event in plan.steps.keys() - set(backward) for action in plan.steps[event]}
-        freed = {k for k in offloaded if Action(Do.RELEASE, k) in forward and Action(Do.RELOAD, k) not in forward}
-        before = {event.layer - 1 for event in backward if event.when is When.BACKWARD_END}  # it ends above them
-        return Roles(
-            plan,
-            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - offloaded,
-            last_leaving=max(offloaded, default=-1 if planned else OUTSIDE - 1),
-            reached=offloaded.union((event.layer for event in backward), before),
-            planned=any(plan.steps.values()) if planned is None else planned,
-            actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
-            freed_later=offloaded - freed,
-        )
-
-    @staticmethod
-    def keep_all(layers: int) -> Roles:
-        """Return the roles in a plan that offloads nothing."""
-        return Roles.of(Plan(max(layers, 1)), planned=True)
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def leanest(layers: int) -> Roles:
-        """Return the roles in the plan with the smallest peak: each layer leaves as soon as its forward has ended.
-
-        It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
-        """
-        calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
-        return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
-
-
 # Another sequence of groups
 
 
 def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
-    """Return the events and actions with which a layer takes the least memory: see `Roles.leanest`."""
+    """Return the events and actions with which a layer takes the least memory: see `leanest`."""
     return (
         (Event(When.FORWARD_START, layer), Action(Do.OFFLOAD, layer)),
         (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
         (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
     )
+
+
+@lru_cache(maxsize=64)
+def leanest(layers: int) -> Plan:
+    """Return the plan with the smallest peak: each layer leaves as soon as its forward has ended.
+
+    It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
+    """
+    return Plan.of(max(layers, 1), (call for k in range(layers - 1) for call in leanest_calls(k)))
 
 
 def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> Plan:

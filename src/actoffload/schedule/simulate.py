@@ -1,22 +1,16 @@
-"""Simulation of plans: from bytes, times and a link to a timeline, the peak and the stalls.
-
-A forward and a backward of a model is a pipeline of one rank and one microbatch, with a stage for each layer, because a
-plan of a model can act where each layer starts and where it ends.
-"""
+"""Simulation of plans: from bytes, times and a link to a timeline, the peak and the stalls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any
 
 from .._arguments import check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
-from .costs import LayerCost, Link, StageCost, StageTimes
-from .pipeline import Actions, Chunk, ChunkAction, Computation, PipelinePlan, Step
-from .plan import Action, Plan
-from .run import CompiledStep, Message, RankRun
+from .costs import LayerCost, Link, StageCost
+from .orders import Computation, Step, model_order
+from .plan import Plan, Steps
+from .run import Pipeline
 from .timeline import Simulation
 
 
@@ -76,14 +70,8 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
             "give one LayerCost per layer, in order of the forward."
         )
     order = model_order(len(layers))
-    stages = model_stages(layers)
-    pipeline = Pipeline([order], stages, link, host_seconds=host_seconds, exact=True)
-    actions = {
-        divmod(place, 2): tuple(ChunkAction(action.do, Chunk(action.layer, 0, 0)) for action in plan.steps[event])
-        for place, event in enumerate(plan.events())
-        if plan.steps.get(event)
-    }
-    (rank,) = pipeline.run([actions], record=True)
+    pipeline = Pipeline([order], model_stages(layers), link, host_seconds=host_seconds, exact=True)
+    (rank,) = pipeline.run([plan.steps], record=True)
     (without,) = pipeline.run([{}])
     return rank.simulation(without.compute)
 
@@ -138,7 +126,7 @@ def simulate_pipeline(
     orders: Sequence[Sequence[Step]],
     stages: Sequence[StageCost],
     link: Link,
-    plans: Sequence[PipelinePlan | None] | None = None,
+    plans: Sequence[Plan | None] | None = None,
 ) -> PipelineSimulation:
     """Predict one step of a pipeline schedule on all ranks.
 
@@ -167,10 +155,21 @@ def simulate_pipeline(
     Notes
     -----
     A forward starts when that of the previous stage has ended, a backward when that of the next stage has.  Sends take
-    no time.  What stages send that are in no order is there from the start.  Copies of a chunk to the
-    host start as its tensors are saved, those back at the moment of the plan, and in one direction they run one after
-    the other.  Bytes are counted as `PipelinePlan` says; since the plan says when, they do not depend on times.
-    Gradients of weights are there from the first backward of their group in the step.
+    no time.  What stages send that are in no order is there from the start.  Copies in one direction run one after the
+    other.  Gradients of weights are there from the first backward of their group in the step.
+
+    Bytes do not depend on times, because the plan says when.  The runtime on the reference device counts them so, too:
+
+    - A saved tensor occupies its bytes from where forward saves it.
+    - A release frees all that a group saved for a microbatch, after compute has waited for the copy.
+    - A reload occupies all of it when the copies are queued.
+    - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
+      next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
+    - An input backward of a stage with a split frees nothing, because autograd keeps the graph; all is freed at the end
+      of the weight backward.
+    - At one event releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
+      last group are freed before that.
+    - `StageCost.boundary_bytes` are occupied from the start of a forward to the end of its full or weight backward.
 
     Examples
     --------
@@ -186,23 +185,23 @@ def simulate_pipeline(
     """
     check_pipeline(orders, stages, link)
     if plans is not None:
-        check_kinds(PipelinePlan, optional=True, plans=plans)
+        check_kinds(Plan, optional=True, plans=plans)
     steps = [tuple(order) for order in orders]
-    planned: Sequence[PipelinePlan | None] = [None] * len(steps) if plans is None else plans
+    planned: Sequence[Plan | None] = [None] * len(steps) if plans is None else plans
     if len(planned) != len(steps):
         raise ValueError(f"There are {len(planned)} plans for {len(steps)} ranks; give one for each.")
+    pipeline = Pipeline(steps, stages, link)
     for rank, (order, plan) in enumerate(zip(steps, planned, strict=True)):
         if plan is None:
             continue
         if plan.order != order:
             raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
-        for stage, names in plan.names.items():
-            if len(names) != len(stages[stage].groups) or plan.splits[stage] != stages[stage].split:
+        for stage, layers in pipeline.layers[rank].items():
+            if plan.layers.get(stage, range(0)) != layers or (stage in plan.splits) != stages[stage].split:
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
-    pipeline = Pipeline(steps, stages, link)
     without = pipeline.run([{}] * len(steps), record=True)
     baseline = tuple(rank.simulation(rank.compute) for rank in without)
-    actions: list[Actions] = [{} if plan is None else plan.actions for plan in planned]
+    actions: list[Steps] = [{} if plan is None else plan.steps for plan in planned]
     if not any(actions):
         return PipelineSimulation(baseline, baseline)
     pairs = zip(pipeline.run(actions, record=True), without, strict=True)
@@ -225,85 +224,7 @@ def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost]
     check_kind(Link, link=link)
 
 
-class Pipeline:
-    """The orders and costs of all ranks, which can be run with any plans.
-
-    If it is `exact`, as of a model, each saved tensor is copied and freed alone, and spans name the stage.  Otherwise
-    those of a group are one piece, which takes as long, and spans name the microbatch.
-    """
-
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Step]],
-        stages: Sequence[StageCost],
-        link: Link,
-        *,
-        host_seconds: float = 0.0,
-        exact: bool = False,
-    ) -> None:
-        self.link, self._exact, self._host_seconds = link, exact, host_seconds
-        known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
-        self.times = [known[id(cost)] for cost in stages]
-        self.stages = {step.stage for order in orders for step in order}
-        self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
-        self.compiled = [[self._compile(step) for step in order] for order in orders]
-
-    def stage_times(self, cost: StageCost) -> StageTimes:
-        """Return the times of a stage."""
-        return StageTimes(cost, self.link, exact=self._exact)
-
-    def _compile(self, step: Step) -> CompiledStep:
-        if step.computation is Computation.BACKWARD_WEIGHT:
-            return CompiledStep(None, None, step)
-        forward = step.computation is Computation.FORWARD
-        before = step.stage - 1 if forward else step.stage + 1
-        needs = (before, forward, step.microbatch) if before in self.stages else None
-        return CompiledStep(needs, (step.stage, forward, step.microbatch), step)
-
-    def run(
-        self, actions: Sequence[Actions], *, record: bool = False, note: bool = False, allowed: float = inf
-    ) -> list[RankRun]:
-        """Run every rank with its actions as far as it comes, until all have ended or one took longer than allowed.
-
-        `record` and `note` are as in `RankRun`.
-        """
-        arrivals = dict[Message, float]()
-        how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
-        how |= {"record": record, "note": note, "allowed": allowed}
-        ranks = [
-            RankRun(steps, self.times, self.link, other, acts, **how)
-            for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
-        ]
-        while sum(rank.advance(arrivals) for rank in ranks):
-            if any(rank.compute > allowed for rank in ranks):
-                return ranks
-        for number, rank in enumerate(ranks):
-            if len(rank.starts) < len(rank.steps):
-                step = rank.steps[len(rank.starts)].step
-                raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
-        return ranks
-
-
-# A model as a pipeline
-
-
-def model_order(layers: int) -> tuple[Step, ...]:
-    """Return the steps of a model: the forward of each layer, then the backward of each."""
-    forward = [Step(layer, Computation.FORWARD, 0) for layer in range(layers)]
-    return (*forward, *(step._replace(computation=Computation.BACKWARD) for step in reversed(forward)))
-
-
 def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
     """Return the stages of a model, one for each layer."""
     known = {id(cost): StageCost((cost,)) for cost in layers}  # some are equal
     return [known[id(cost)] for cost in layers]
-
-
-def model_plan(layers: int, actions: Actions) -> Plan:
-    """Return the plan of a model with some actions by moment."""
-    events = list(Plan(layers).events())
-    steps = {
-        events[2 * step + position]: tuple(Action(action.do, action.chunk.stage) for action in at_moment)
-        for (step, position), at_moment in actions.items()
-    }
-    return Plan(layers, steps)

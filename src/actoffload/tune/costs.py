@@ -18,7 +18,7 @@ from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
 from ..schedule.costs import LayerCost, Link, Saved, StageCost, spread_evenly
-from ..schedule.pipeline import Computation, Step
+from ..schedule.orders import Computation, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, WHOLE, Copy, Meter, Span, StepMeter, Times, spans
 from .meter import kind_of as kind_of_computation

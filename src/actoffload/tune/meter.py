@@ -31,7 +31,7 @@ from ..engine.layer import Layer
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Counters, Reason, TimelineRecorder
 from ..engine.storage import Residency, SavedStorage
-from ..schedule.pipeline import Computation, Step
+from ..schedule.orders import Computation, Step
 from ..schedule.timeline import Kind
 
 LONGEST = 0.1

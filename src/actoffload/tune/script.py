@@ -29,10 +29,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from .._text import milliseconds, register, size
-from ..schedule.plan import AnyPlan
+from ..schedule.plan import Plan
 from .meter import Shown, TimedPass
 
 TRACES = 2  # passes in which groups are traced
@@ -45,8 +45,8 @@ SCATTER = 0.03  # part of its time by which whole replay is faster where it is k
 
 RECOMPUTING = "Recomputing every group, about what checkpointing does,"
 
-P = TypeVar("P", bound=AnyPlan)
 T = TypeVar("T")
+Plans = tuple[Plan, ...]
 
 
 class Stage(enum.Enum):
@@ -65,10 +65,10 @@ class OutdatedError(Exception):
 
 
 @dataclass(frozen=True)
-class Trial(Generic[P]):
+class Trial:
     """Plans that have run: the one of a model, or those of all ranks of a pipeline."""
 
-    plans: tuple[P, ...]
+    plans: Plans
     seconds: float  # of a whole pass or step
     peaks: Sequence[int]  # bytes of device memory for each plan; 0 if not known
     limits: Sequence[float]  # of these
@@ -94,7 +94,7 @@ class Trial(Generic[P]):
 Steps: TypeAlias = Generator[Stage, None, T]
 
 
-class Script(ABC, Generic[P]):
+class Script(ABC):
     """What the first passes are for; classes for models and pipelines say what is measured, and how plans follow."""
 
     unit = "pass"
@@ -122,27 +122,27 @@ class Script(ABC, Generic[P]):
         """Return whether the operators of all groups are known that may be replayed."""
 
     @abstractmethod
-    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> tuple[P, ...]:
+    def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Return the plans that follow from what was measured, and set the limits of them."""
 
     @abstractmethod
-    def replanned(self, excess: Sequence[int], best: Trial[P] | None) -> tuple[P, ...]:
+    def replanned(self, excess: Sequence[int], best: Trial | None) -> Plans:
         """Return plans that leave `excess` bytes free, which count in their peaks; whole replay after the `best`."""
 
     @abstractmethod
-    def follow(self, plans: tuple[P, ...]) -> None:
+    def follow(self, plans: Plans) -> None:
         """Follow plans from the pass on that begins now."""
 
     def fits(self) -> bool:
         """Return whether the pass that begins now fits with the plan that is tried."""
         return True
 
-    def took(self, trial: Trial[P]) -> None:
+    def took(self, trial: Trial) -> None:  # noqa: B027
         """Note what plans without whole replay took."""
 
     # The passes
 
-    def run(self) -> Steps[tuple[P, ...]]:
+    def run(self) -> Steps[Plans]:
         """Yield what each pass is for, and return the plans to keep; see [Note: the first passes].
 
         Raises an `OutdatedError` if everything has to be measured anew.
@@ -194,7 +194,7 @@ class Script(ABC, Generic[P]):
 
     # Trials
 
-    def _try(self, plans: tuple[P, ...], whole: bool) -> Steps[Trial[P]]:
+    def _try(self, plans: Plans, whole: bool) -> Steps[Trial]:
         """Run passes with some plans, or with `whole` replay; see [Note: trials of plans]."""
         self.follow(plans)
         first = [] if whole else [(yield from self._pass(Stage.PLAN))[1]]
@@ -208,9 +208,7 @@ class Script(ABC, Generic[P]):
             timed.append((yield from self._pass(Stage.PLAN))[1])
         return self._trial(plans, first + timed, timed)
 
-    def _trial(
-        self, plans: tuple[P, ...], passes: Sequence[Sequence[Shown]], timed: Sequence[Sequence[Shown]]
-    ) -> Trial[P]:
+    def _trial(self, plans: Plans, passes: Sequence[Sequence[Shown]], timed: Sequence[Sequence[Shown]]) -> Trial:
         """Return what all passes with some plans took, and how long those that are timed."""
         count, refused = len(plans), any(each.refused for each in passes[0])
         peaks = [max(each.peak for shown in passes for each in shown[k::count]) for k in range(count)]
@@ -222,9 +220,9 @@ class Script(ABC, Generic[P]):
         seconds = max(each.seconds for each in shown)
         return max(seconds / max(_elements(shown), 1) * max(self.size, 1), 1e-9)
 
-    def keep_best(self, plans: tuple[P, ...]) -> Steps[tuple[P, ...]]:
+    def keep_best(self, plans: Plans) -> Steps[Plans]:
         """Try plans, and others that follow, and return the best; see [Note: trials of plans]."""
-        best, whole = (yield from self._fitted(plans, None)), list[Trial[P]]()
+        best, whole = (yield from self._fitted(plans, None)), list[Trial]()
         assert best is not None
         kept = best
         if not best.idle:
@@ -237,9 +235,7 @@ class Script(ABC, Generic[P]):
             because = f"{RECOMPUTING} takes {milliseconds(whole[-1].seconds)} a {self.unit}."
         return tuple(self._described(best, kept, k, because) for k in range(len(plans)))
 
-    def _fitted(
-        self, plans: tuple[P, ...], before: Trial[P] | None, trials: list[Trial[P]] | None = None
-    ) -> Steps[Trial[P] | None]:
+    def _fitted(self, plans: Plans, before: Trial | None, trials: list[Trial] | None = None) -> Steps[Trial | None]:
         """Try plans, and smaller ones as long as the limit is exceeded and no better ones are known.
 
         With the best trial `before`, they are those of whole replay.
@@ -264,7 +260,7 @@ class Script(ABC, Generic[P]):
             plans = self.replanned(excess, before)
         return best
 
-    def _described(self, best: Trial[P], kept: Trial[P], number: int, because: str) -> P:
+    def _described(self, best: Trial, kept: Trial, number: int, because: str) -> Plan:
         """Return one of the plans to keep, with what was measured of it; others are expected to differ as much."""
         expected, plan = max(plan.seconds or 0.0 for plan in best.plans), best.plans[number]
         pace = best.seconds / expected if expected else 1.0
