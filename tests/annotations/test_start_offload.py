@@ -61,7 +61,7 @@ def test_a_tensor_that_is_changed_afterwards_is_offloaded_when_it_is_saved():
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_view_may_be_offloaded_with_its_base(whole):
     base = torch.arange(4096.0).view(64, 64)
-    part = base[:, :8]
+    part = base[8:16]
     _, grad, statistics = run(part, whole=whole)
     assert statistics.bytes_offloaded == statistics.bytes_reloaded == (ONE if whole else ONE // 8)
     assert same_bits(grad, part.sum().expand(2))

@@ -171,15 +171,13 @@ def test_any_use_keeps_buffers_apart(data):
         if action == "take":
             nbytes = data.draw(few)
             captured = data.draw(st.integers(0, 9)) == 0
-            one = data.draw(st.booleans())
             before = list(device.slabs)
-            buffer = pool.take(nbytes, captured=captured, whole=one)
+            buffer = pool.take(nbytes, captured=captured)
             if buffer is None:
                 assert pool.refusal
                 assert captured or limit is not None or device.room is not None
                 continue
             whole(buffer, nbytes)
-            assert not (one and len(buffer.parts) > 1)
             assert not captured or device.slabs == before, "memory was taken from the system in a capture"
             live.append(buffer)
             for part in buffer.parts:  # written now, read when it is given back
@@ -207,21 +205,6 @@ def test_any_use_keeps_buffers_apart(data):
         pool.give_back(buffer, ())
     pool.settle()
     assert pool.bytes_taken == 0
-
-
-def test_a_whole_buffer_is_one_part():
-    pool = HostPool(Counting())
-    small = [pool.take(2 * MIB), pool.take(2 * MIB)]
-    for buffer in small:
-        pool.give_back(buffer, ())
-    parted = pool.take(4 * MIB)
-    assert len(parted.parts) == 2
-    pool.give_back(parted, ())
-    one = pool.take(4 * MIB, whole=True)
-    assert len(one.parts) == 1
-    assert pool.bytes_held == 8 * MIB
-    pool.give_back(one, ())
-    assert pool.take(4 * MIB, whole=True) is one
 
 
 def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():

@@ -1,7 +1,5 @@
 """Invariant 5: storages are copied once, whatever is saved of them; views are restored as views of one storage."""
 
-import math
-
 import pytest
 import torch
 from helpers import Saves, forward, make, min_elements, nothing_held, plain, same_bits
@@ -85,12 +83,10 @@ def test_layouts(name):
         (lambda: [(b := BASE.clone()), b.t(), b.view(-1), b[:, :8], b[5:]], 16384),
         (lambda: list(BASE.clone().chunk(4, -1)), 16384),
         (lambda: [(b := BASE.clone())[:32], b[32:], b, b[:32]], 16384),  # views first
-        (lambda: BASE.clone().split([16, 48], -1)[:1], 4096),
-        (lambda: [BASE.clone()[:, :16]], 64 * 16 * 4),
-        (lambda: [(b := BASE.clone())[:, :8], b[:, 16:24]], 2 * 64 * 8 * 4),
-        (lambda: [BASE.clone()[::4]], 16 * 64 * 4),
+        (lambda: BASE.clone().split([16, 48], -1)[:1], (63 * 64 + 16) * 4),
+        (lambda: [(b := BASE.clone())[:, :8], b[:, 16:24]], (63 * 64 + 24) * 4),
+        (lambda: [BASE.clone()[::4]], 61 * 64 * 4),
         (lambda: [torch.zeros(2**20)[2**19 : 2**19 + 4096]], 16384),  # a small view of a big storage
-        (lambda: [torch.zeros(2**20)[100:4196]], 16384 + 512),  # both ends to a multiple of 512 bytes
         (lambda: [BASE.clone()[:, None].expand(64, 9, 64)], 16384),
         (lambda: [torch.randn(4096).as_strided((64, 4033), (1, 1))], 16384),  # overlapping windows
     ],
@@ -107,7 +103,7 @@ STORAGE = 4096
 
 @st.composite
 def views(draw):
-    """Return dtype, size, stride and offset of any tensor on a storage, and how many bytes it covers."""
+    """Return dtype, size, stride and offset of any tensor on a storage, and in how many bytes it lies."""
     dtype = draw(st.sampled_from(DTYPES))
     room = STORAGE // dtype.itemsize
     size = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -118,10 +114,7 @@ def views(draw):
             stride[k], step = step, step * (size[k] + draw(st.integers(0, 2)))
     last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     assume(last < room)
-    elements = {0}
-    for n, s in zip(size, stride, strict=True):
-        elements = {base + k * s for base in elements for k in range(n)}
-    return dtype, size, stride, draw(st.integers(0, room - 1 - last)), len(elements) * dtype.itemsize
+    return dtype, size, stride, draw(st.integers(0, room - 1 - last)), (last + 1) * dtype.itemsize
 
 
 def on_one_storage(specs):
@@ -139,20 +132,7 @@ def test_any_views_of_a_storage(specs, second):
         got, _, statistics = through(lambda: want[:second], lambda: want[second:], num=2, count=4)
     unpacked = [tensor for tensor, _ in got]
     assert all(same_layout(a, b) for a, b in zip([*want[second:], *want[:second]], unpacked, strict=True))
-    if len(specs) == 1:  # and the rounding at both ends
-        ((dtype, size, _, _, covered),) = specs
-        overlaps = math.prod(size) * dtype.itemsize > covered
-        assert overlaps or statistics.bytes_offloaded <= 2 * covered + 1024
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_view_of_another_item_size_is_another_piece(first):
-    """Slices of one layout in elements, on the same bytes: one covers 2 bytes of each element, the other 4."""
-    want = on_one_storage([(dtype, (8,), (64,), 0, 0) for dtype in (torch.int16, torch.float32)])
-    want = [want[first], want[1 - first]]
-    with min_elements(1):
-        got, _, _ = through(lambda: want)
-    assert all(same_layout(a, b) for a, (b, _) in zip(want, got, strict=True))
+    assert len(specs) > 1 or statistics.bytes_offloaded == specs[0][-1]
 
 
 def test_empty_and_scalar_tensors_stay():

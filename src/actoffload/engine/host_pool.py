@@ -37,7 +37,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -65,13 +64,13 @@ _errors: deque[BaseException] = deque()
 class Resources(weakref.ref[Any]):
     """What an object gives back when it is dropped; made by `of`."""
 
-    __slots__ = ("buffers", "fence", "freed", "in_flight", "nbytes", "returned", "weak")
+    __slots__ = ("buffer", "fence", "freed", "in_flight", "nbytes", "returned", "weak")
 
     weak: Any  # a weak reference to a storage
     nbytes: int  # device memory of the object that is counted
     freed: deque[int] | None  # where `nbytes` goes: the queue of the counters
-    buffers: tuple[int, ...]  # numbers of host buffers; a number does not keep the memory of a pool that is dropped
-    returned: deque[Any] | None  # where `buffers` go: the queue of the host pool
+    buffer: int  # number of a host buffer, or 0; a number does not keep the memory of a pool that is dropped
+    returned: deque[Any] | None  # where `buffer` goes: the queue of the host pool
     fence: tuple[Any, ...]  # the positions after which the host memory may be written again
     # Device memory that a copy writes, `Transfers.join`, and its arguments: the compute stream waits for that copy.
     in_flight: tuple[Any, ...] | None
@@ -83,7 +82,7 @@ class Resources(weakref.ref[Any]):
         """Return the resources of an object, without any but a weak reference to a storage."""
         made = Resources(owner, _drop)
         made.weak, made.nbytes, made.freed = weak, 0, freed
-        made.buffers, made.returned, made.fence, made.in_flight = (), returned, (), None
+        made.buffer, made.returned, made.fence, made.in_flight = 0, returned, (), None
         _alive.add(made)
         return made
 
@@ -96,9 +95,9 @@ class Resources(weakref.ref[Any]):
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes and self.freed is not None:
             self.freed.append(nbytes)
-        if self.buffers and self.returned is not None:
-            self.returned.append((self.buffers, self.fence))  # twice does no harm: a number is in use once
-        self.buffers = ()
+        if self.buffer and self.returned is not None:
+            self.returned.append((self.buffer, self.fence))  # twice does no harm: a number is in use once
+        self.buffer = 0
         weak, self.weak = self.weak, None
         if weak is not None:
             free_storage_weakref(weak)
@@ -129,13 +128,12 @@ def raise_later(error: BaseException) -> None:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class HostBuffer:
-    """Host memory of one piece of a saved storage."""
+    """Host memory of one saved storage."""
 
     nbytes: int  # requested; `size` is what it takes up
     parts: tuple[torch.Tensor, ...]  # one-dimensional uint8 tensors that together hold `nbytes` bytes
     start: int  # its first place in the pool
     size: int
-    whole: bool  # has one part by request
     fence: tuple[StreamPosition, ...]  # what the first writer has to wait for
     number: int = 0  # by which it is returned; another one each time it is taken
     key: Any = None  # a dtype, size and stride for which `typed` was asked last
@@ -171,7 +169,7 @@ class HostPool:
         self._lock = threading.RLock()
         self.doubling = False  # until `fit`
         self.broken = False  # an interrupt came in between, or a change is in progress
-        self.returned: deque[tuple[Sequence[int], tuple[StreamPosition, ...]]] = deque()
+        self.returned: deque[tuple[int, tuple[StreamPosition, ...]]] = deque()
         self.bytes_held = 0  # in use and free
         self.bytes_taken = 0  # in use, without what captured graphs alone use
         self.high_water = 0
@@ -181,22 +179,15 @@ class HostPool:
         self._numbers = count(1)
         self._slabs: dict[int, torch.Tensor] = {}  # by their first places, in order
         self._used: dict[int, HostBuffer] = {}  # by number
-        self._bins: dict[tuple[int, bool], list[HostBuffer]] = {}  # by size, and whether they are whole
+        self._bins: dict[int, list[HostBuffer]] = {}  # by size
         self._free: list[tuple[int, int]] = []  # first places and ends, in order, of what is neither used nor in a bin
         self._fence: tuple[StreamPosition, ...] = ()  # of `_free`
 
-    def take(
-        self,
-        nbytes: int,
-        *,
-        captured: bool = False,
-        whole: bool = False,
-        owner: Resources | None = None,
-    ) -> HostBuffer | None:
+    def take(self, nbytes: int, *, captured: bool = False, owner: Resources | None = None) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
         While work that uses it is `captured` into a graph, no memory can be taken from the system; the buffer is not
-        reused.  A `whole` one has one part.  `owner` returns it when its object is dropped.
+        reused.  `owner` returns it when its object is dropped.
         """
         with self._lock:
             if dropped or self.returned:
@@ -206,7 +197,7 @@ class HostPool:
                 if self.broken:
                     self.refusal = CAPTURED
                     return None
-            number, bin_ = next(self._numbers), self._bins.get((nbytes, whole))
+            number, bin_ = next(self._numbers), self._bins.get(nbytes)
             if bin_:
                 buffer = bin_[-1]
                 # No call from here on: see [Note: finalizers].
@@ -214,21 +205,21 @@ class HostPool:
             else:
                 self.broken = True
                 size = -(-nbytes // ALIGN) * ALIGN
-                start = self._find(size, whole)
+                start = self._find(size)
                 if start is None:
-                    refusal = CAPTURED if captured else self._extend(size, whole)
-                    start = None if refusal else self._find(size, whole)
+                    refusal = CAPTURED if captured else self._extend(size)
+                    start = None if refusal else self._find(size)
                     if start is None:
                         self.broken = False
                         self.refusal = refusal
                         return None
-                buffer = self._cut(nbytes, start, size, whole)
+                buffer = self._cut(nbytes, start, size)
             buffer.number = number
             self._used[buffer.number] = buffer
             self.bytes_taken += buffer.size
             buffer.taken = True
             if owner is not None:
-                owner.buffers = (*owner.buffers, buffer.number)
+                owner.buffer = buffer.number
             self.broken = False
             buffer.captured = captured
             if captured:
@@ -239,7 +230,7 @@ class HostPool:
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
-        self.returned.append(((buffer.number,), fence))
+        self.returned.append((buffer.number, fence))
 
     def settle(self) -> None:
         """Sort in what was returned; `take` does that too."""
@@ -292,12 +283,10 @@ class HostPool:
         self._mend()
         while self.returned:
             first = self.returned[0]
-            numbers, fence = first
-            for number in numbers:
-                # None if `settle` was interrupted after this one, or the pool was closed meanwhile.
-                buffer = self._used.get(number)
-                if buffer is not None and buffer.taken:
-                    self._sort_in(buffer, fence)
+            number, fence = first
+            buffer = self._used.get(number)  # None if this was interrupted behind it, or the pool was closed meanwhile
+            if buffer is not None and buffer.taken:
+                self._sort_in(buffer, fence)
             if self.returned and self.returned[0] is first:
                 self.returned.popleft()
 
@@ -310,7 +299,7 @@ class HostPool:
         buffer.taken = False
         if not buffer.captured:
             buffer.fence = fence  # [guard: fence of a returned buffer]
-            self._bins.setdefault((buffer.nbytes, buffer.whole), []).append(buffer)
+            self._bins.setdefault(buffer.nbytes, []).append(buffer)
         self.broken = False
 
     def _mend(self) -> None:
@@ -324,21 +313,17 @@ class HostPool:
 
     # Places
 
-    def _find(self, size: int, whole: bool) -> int | None:
-        """Return the first of `size` free places, of one slab if they are `whole`; the fewest that are enough."""
+    def _find(self, size: int) -> int | None:
+        """Return the first of `size` free places; the fewest that are enough."""
         while True:
-            free: Iterable[tuple[int, int]] = self._free
-            if whole:  # [guard: whole buffer in one slab]
-                slabs = [(start, start + slab.numel()) for start, slab in self._slabs.items()]
-                free = ((max(a, start), min(b, stop)) for a, b in self._free for start, stop in slabs)
-            fits = [(stop - start, start) for start, stop in free if stop - start >= size]
+            fits = [(stop - start, start) for start, stop in self._free if stop - start >= size]
             if fits:
                 return min(fits)[1]
             if not self._bins:
                 return None
             self._collect()
 
-    def _cut(self, nbytes: int, start: int, size: int, whole: bool) -> HostBuffer:
+    def _cut(self, nbytes: int, start: int, size: int) -> HostBuffer:
         """Return a buffer at free places."""
         stop = start + size
         index = next(k for k, (a, b) in enumerate(self._free) if a <= start < b)
@@ -347,7 +332,7 @@ class HostPool:
         places = ((max(start - a, 0), min(start + nbytes - a, slab.numel()), slab) for a, slab in self._slabs.items())
         parts = tuple(slab[a:b] for a, b, slab in places if a < b)
         # [keep: host memory]
-        return HostBuffer(nbytes, parts, start, size, whole, self._fence)
+        return HostBuffer(nbytes, parts, start, size, self._fence)
 
     def _collect(self) -> None:
         """Empty the bins, and compute what is free: all places that no buffer in use has."""
@@ -368,22 +353,22 @@ class HostPool:
 
     # Memory of the system
 
-    def _extend(self, size: int, whole: bool) -> str:
+    def _extend(self, size: int) -> str:
         """Take memory from the system so that `size` places are free one after another; return why not, or nothing."""
         if self.exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
             return self.exhausted
-        if self._free and self._free[-1][1] == self._end and not whole:
+        if self._free and self._free[-1][1] == self._end:
             size -= self._end - self._free[-1][0]
         missing = -(-size // GRANULE) * GRANULE
         more = min(max(self.bytes_held, FIRST), LARGEST) if self.doubling else self.bytes_held // SPARE
         more = more // GRANULE * GRANULE
         self.exhausted = ""
-        if more > missing and not (whole or self._over_limit(more) or self._grow(more)):
+        if more > missing and not (self._over_limit(more) or self._grow(more)):
             return ""
         refusal = self._over_limit(missing)
         if not refusal:
             # Another attempt for each tensor would cost more than it could bring, and strain the system.
-            refusal = self.exhausted = self._grow(missing, whole)
+            refusal = self.exhausted = self._grow(missing)
             self._retry_at = _given_back[0] + missing
         return refusal
 
@@ -396,11 +381,11 @@ class HostPool:
             return f"{limited} beside the {written(held)} that are held"
         return ""
 
-    def _grow(self, nbytes: int, whole: bool = False) -> str:
-        """Take `nbytes` from the system, as one slab if they are `whole`; return why not, or nothing."""
+    def _grow(self, nbytes: int) -> str:
+        """Take `nbytes` from the system; return why not, or nothing."""
         while nbytes > 0:
-            size = nbytes if whole else min(nbytes, LARGEST)
-            if self._backend.powers_of_two and not whole:
+            size = min(nbytes, LARGEST)
+            if self._backend.powers_of_two:
                 size = 1 << (size.bit_length() - 1)
             try:
                 self._slabs[self._end] = self._backend.empty_host(size)

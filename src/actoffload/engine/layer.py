@@ -231,41 +231,41 @@ def queue_copies(storages: Iterable[SavedStorage], layer: int, captured: bool, *
     """Queue the copies of what was saved and is not copied yet; return the storages for which the host has no memory.
 
     They are queued in batches of `Backend.batch` bytes.  Once the layer, which the timeline shows, has `ended`, nothing
-    more is saved that could complete a stretch.
+    more is saved in it.
     """
-    refused: list[SavedStorage] = []
-    batch: list[tuple[SavedStorage, list[CopyOut]]] = []
+    without: list[SavedStorage] = []
+    batch: list[tuple[SavedStorage, CopyOut]] = []
     nbytes = 0
     for storage in storages:
-        if not (storage.new or storage.loose) or storage.refused or storage.pinned:
+        if not storage.new or storage.refused or storage.pinned:
             continue
-        copies = storage.copies(captured, ended=ended)
-        if copies is None:
-            refused.append(storage)
-        elif copies:
+        copy = storage.prepare_copy(captured, ended=ended)
+        if copy is not None:
             if batch and batch[0][0].pass_device is not storage.pass_device:
                 _queue_batch(batch, layer, captured)
                 batch, nbytes = [], 0
-            batch.append((storage, copies))
+            batch.append((storage, copy))
             nbytes += storage.nbytes
             if nbytes >= storage.pass_device.transfers.backend.batch:
                 _queue_batch(batch, layer, captured)
                 batch, nbytes = [], 0
+        else:
+            without.append(storage)
     if batch:
         _queue_batch(batch, layer, captured)
-    return refused
+    return [storage for storage in without if storage.refused]
 
 
-def _queue_batch(batch: Sequence[tuple[SavedStorage, list[CopyOut]]], layer: int, captured: bool) -> None:
+def _queue_batch(batch: Sequence[tuple[SavedStorage, CopyOut]], layer: int, captured: bool) -> None:
     transfers = batch[0][0].pass_device.transfers
     try:
-        transfers.to_host([copy for _, copies in batch for copy in copies], layer, captured)
+        transfers.to_host([copy for _, copy in batch], layer, captured)
     except BaseException:
-        for storage, copies in batch:
-            storage.copies_failed(copies)
+        for storage, _ in batch:
+            storage.copy_failed()
         raise
-    for storage, copies in batch:
-        storage.copies_queued(copies)
+    for storage, copy in batch:
+        storage.copy_queued(copy)
 
 
 def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:

@@ -15,7 +15,7 @@ from .._torch.subclasses import Wrappers, changed
 from .._torch.tensors import drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
-from .layout import Piece, View, dense, gaps, loose_pieces, reload_spans
+from .layout import Stretch, View, missing, union
 from .statistics import Reason
 from .transfer import CopyOut, PassDevice
 
@@ -55,17 +55,16 @@ class SavedStorage:
     wrappers: Wrappers = ()  # the wrappers in which it was saved
     plain: View | None = None  # the layout of a storage that one saved tensor fills
     new: Sequence[View] = ()  # saved, and not looked at yet
-    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
+    copied: Sequence[Stretch] = ()  # what the host copy has
     bytes_copied: int = 0
     ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
     copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
     _probes: Sequence[torch.Tensor] = ()
     _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
     _source: torch.UntypedStorage | None = None
-    _pieces: Sequence[Piece] = ()  # of the host copy
-    # The device memory into which it is reloaded
-    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()  # first byte, end, memory
-    _clean: Sequence[int] = ()  # the versions of the buffers when they were reloaded
+    _host: HostBuffer | None = None  # as large as the storage
+    _buffer: torch.Tensor | None = None  # the device memory into which it is reloaded, as large too
+    _clean: int = 0  # version of the buffer when it was reloaded
     _copied_in: StreamPosition | None = None
     _awaited: bool = True  # the compute stream has waited for `_copied_in`
     _users: Sequence[Stream] = ()  # other streams that have
@@ -90,7 +89,7 @@ class SavedStorage:
         if self._first is None:
             self._first = probe
             whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
-            if whole and (tensor.is_contiguous() or view.fills(self.nbytes)):
+            if whole and (tensor.is_contiguous() or (view.dense and view.extent == (0, self.nbytes))):
                 self.plain = view
         self._probes = (*self._probes, probe)
         self.new = (*self.new, view)
@@ -109,104 +108,77 @@ class SavedStorage:
 
     # Offloading
 
-    def copies(self, captured: bool, *, ended: bool) -> list[CopyOut] | None:
-        """Take host memory for what was saved and is not copied yet; return its copies, or None if there is none.
+    def prepare_copy(self, captured: bool, *, ended: bool) -> CopyOut | None:
+        """Return the copy of what was saved and is not copied yet; None if there is none, or no host memory for it.
 
-        Once the layer has `ended`, nothing more is saved that could complete a stretch.
+        Views that cover little of their stretch wait until the layer has `ended`: others may cover the rest.
         """
         if self._source is None:
-            return []
+            return None
         if self._source.nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
             self.pinned = True
             self.pass_device.counters.keep(Reason.FREED, self.nbytes)
-            return []
-        found: list[CopyOut] = []
-        before = self._pieces
-        complete = True
-        new, plain = self.new, self.plain
-        if plain is not None and new and new[0] is plain and not self.bytes_copied:
-            complete = self._copy_plain(plain, found, captured)
-        for view in new:
-            if view is plain or self.holds(view):
-                continue
-            piece = dense(view, self.nbytes)
-            if piece is None:
-                self.loose = (*self.loose, view)
-            else:
-                complete = complete and self._copy_missing(piece, found, captured)
-        if ended and self.loose:
-            loose = [view for view in self.loose if not self.holds(view)]
-            self.loose = ()
-            for piece in loose_pieces(loose, self.nbytes) if loose else ():
-                complete = complete and self._copy_missing(piece, found, captured)
-        self.new = ()
-        if not complete:
-            self.refused = self.pass_device.transfers.pool.refusal
-            self.loose = ()
-            self._pieces = before
-            self._return([copy.host for copy in found])
             return None
-        self.ready = None
-        if found:
-            self.__class__ = self.in_flight
-        return found
-
-    def _copy_plain(self, plain: View, found: list[CopyOut], captured: bool) -> bool:
-        """Add the copy of a plain storage; return False if the host has no memory for it."""
-        host = self.pass_device.transfers.pool.take(self.nbytes, captured=captured, owner=self.resources)
-        if host is None:
-            return False
-        typed = host.typed((plain.dtype, plain.size, plain.stride))  # None if it is in several parts
-        self._add_piece(Piece(0, self.nbytes, None, host, typed), host, found)
-        return True
-
-    def _copy_missing(self, piece: Piece, found: list[CopyOut], captured: bool) -> bool:
-        """Add copies of what of a piece is not copied yet: parts may have been copied before the whole of it."""
-        missing = [piece]
-        if self._pieces and piece.elements is None:
-            missing = list(gaps(*piece.exact, self._pieces, self.nbytes))
-        for part in missing:
-            pool = self.pass_device.transfers.pool
-            whole = part.elements is not None
-            host = part.host = pool.take(part.nbytes, captured=captured, whole=whole, owner=self.resources)
-            if host is None:
-                return False
-            self._add_piece(part, host, found)
-        return True
-
-    def _add_piece(self, piece: Piece, host: HostBuffer, found: list[CopyOut]) -> None:
-        assert self._source is not None
-        if piece.typed is None:
-            pairs = piece.pairs(self._source, 0, self.pass_device.device)
+        ready, self.ready = self.ready, None
+        plain, new = self.plain, self.new
+        if plain is None and not ended and any(view.sparse for view in new):
+            return None
+        self.new = ()
+        if plain is None:
+            stretches = missing(union(view.extent for view in new), self.copied)
         else:
-            pairs = ((piece.typed, self._probes[0]),)
-        found.append(CopyOut(pairs, host, self.stream, self.ready))
-        self._pieces = (*self._pieces, piece)
+            stretches = [] if self.copied else [(0, self.nbytes)]
+        if not stretches:
+            return None
+        host = self._host
+        if host is None:
+            pool = self.pass_device.transfers.pool
+            self._host = host = pool.take(self.nbytes, captured=captured, owner=self.resources)
+            if host is None:
+                self.refused = pool.refusal
+                return None
+        host.captured = host.captured or captured
+        pairs = self._pairs(self._probes[0], self._source, stretches)
+        self.__class__ = self.in_flight
+        return CopyOut(pairs, host, self.stream, ready, stretches)
 
-    def _return(self, hosts: Sequence[HostBuffer]) -> None:
-        """Return host memory to which nothing is copied after all."""
-        numbers = {host.number for host in hosts}
-        self.resources.buffers = tuple(number for number in self.resources.buffers if number not in numbers)
-        for host in hosts:
-            self.pass_device.transfers.pool.give_back(host, host.fence)
+    def _pairs(self, tensor: torch.Tensor, memory: torch.UntypedStorage, stretches: Sequence[Stretch]) -> Pairs:
+        """Return the parts of a transfer of some stretches; `tensor` fills the memory if the storage is plain."""
+        host, plain = self._host, self.plain
+        assert host is not None
+        typed = None if plain is None else host.typed((plain.dtype, plain.size, plain.stride))
+        if typed is not None:
+            return ((typed, tensor),)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start, stop in stretches:
+            place = 0
+            for part in host.parts:
+                a, b = max(start, place), min(stop, place + part.numel())
+                if a < b:
+                    data = torch.empty(0, dtype=torch.uint8, device=self.pass_device.device)
+                    pairs.append((part[a - place : b - place], data.set_(memory, a, (b - a,), (1,))))
+                place += part.numel()
+        return pairs
 
-    def copies_queued(self, copies: Sequence[CopyOut]) -> None:
-        """Note that copies are queued."""
-        nbytes = sum(copy.host.nbytes for copy in copies)
-        counters = self.pass_device.counters
+    def copy_queued(self, copy: CopyOut) -> None:
+        """Note that a copy is queued."""
+        counters, nbytes = self.pass_device.counters, copy.nbytes
         counters.tensors_offloaded += self.residency is Residency.DEVICE
         counters.bytes_offloaded += nbytes
         self.bytes_copied += nbytes
+        self.copied = union((*self.copied, *copy.stretches)) if self.copied else copy.stretches
         self.residency = Residency.OFFLOADING
         # [guard: end of an earlier copy of the storage]
-        self.copied_out = None  # what was behind the copies so far is not behind these
+        self.copied_out = None  # what was behind the copies so far is not behind this one
 
-    def copies_failed(self, copies: Sequence[CopyOut]) -> None:
-        """Note that copies could not be queued: what is not on the host stays on the device."""
+    def copy_failed(self) -> None:
+        """Note that a copy could not be queued: what is not on the host stays on the device."""
         self.refused = "A copy to the host failed."
-        hosts = [copy.host for copy in copies]
-        self._pieces = tuple(piece for piece in self._pieces if piece.host not in hosts)
-        self._return(hosts)
+        host = self._host
+        if host is not None and not self.copied:
+            self._host = None
+            self.resources.buffer = 0
+            self.pass_device.transfers.pool.give_back(host, host.fence)
 
     def release(self, layer: int, awaited: StreamPosition | None = None) -> None:
         """Free the device memory if all layers that saved the storage have released it.
@@ -244,50 +216,39 @@ class SavedStorage:
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
-        pieces = self._pieces
-        if any(piece.holds(view) for piece in pieces):
-            return True
-        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
+        start, stop = view.extent
+        return any(first <= start and stop <= last for first, last in self.copied)
 
     def allocate(self) -> None:
         """Allocate device memory for what is on the host only; the stream of the storage is the current one."""
         device, plain = self.pass_device, self.plain
         transfers = device.transfers
         empty = transfers.backend.empty_device
-        if plain is not None and self._pieces[0].typed is not None:
-            nbytes = self.nbytes
-            self._buffers = ((0, nbytes, empty(plain.size, plain.stride, plain.dtype, transfers.device)),)
+        if plain is not None:
+            self._buffer = empty(plain.size, plain.stride, plain.dtype, transfers.device)
         else:
-            spans = reload_spans(self._pieces)
-            self._buffers = [(a, b, empty((b - a,), (1,), torch.uint8, transfers.device)) for a, b in spans]
-            nbytes = sum(stop - start for start, stop in spans)
+            self._buffer = empty((self.nbytes,), (1,), torch.uint8, transfers.device)
         self.residency = Residency.RELOADED
         self._awaited = False
         self._users = ()
         self.__class__ = self.in_flight
-        device.counters.rise(nbytes, self.resources)
+        device.counters.rise(self.nbytes, self.resources)
 
     def pairs_to_reload(self) -> Pairs:
         """Return what is copied into the memory of `allocate`."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in self._pieces:
-            start, buffer = self._buffer_of(piece.start, piece.stop)
-            if piece.typed is not None:
-                return ((piece.typed, buffer),)
-            pairs += piece.pairs(buffer.untyped_storage(), start, self.pass_device.device)
-        return pairs
+        buffer = self._buffer
+        assert buffer is not None
+        return self._pairs(buffer, buffer.untyped_storage(), self.copied)
 
     def reload_queued(self, copied_in: StreamPosition) -> None:
         """Note that these copies are queued, and what comes after them."""
-        device, buffers, resources = self.pass_device, self._buffers, self.resources
+        device, buffer, resources = self.pass_device, self._buffer, self.resources
+        assert buffer is not None
         self._copied_in = copied_in
-        self._clean = [version_of(buffer) for _, _, buffer in buffers]
+        self._clean = version_of(buffer)
         resources.fence = (copied_in,)  # [guard: fence of returned host memory]
         layer = min(self.layers, default=0)
-        resources.in_flight = buffers, device.transfers.join, self.stream, device.streams, copied_in, layer
-
-    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
-        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
+        resources.in_flight = buffer, device.transfers.join, self.stream, device.streams, copied_in, layer
 
     def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
         """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
@@ -310,13 +271,11 @@ class SavedStorage:
             self.resources.in_flight = None
             if not self._users:
                 self.__class__ = self.at_rest
-        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
-            if version_of(buffer) != version:
-                raise changed(buffer, view.size, version)
-        if view == self.plain and self._pieces[0].typed is not None:
-            return buffer
-        start, buffer = self._buffer_of(*view.extent)
-        return view.on(buffer, start)
+        buffer = self._buffer
+        assert buffer is not None
+        if version_of(buffer) != self._clean:
+            raise changed(buffer, view.size, self._clean)
+        return buffer if view == self.plain else view.on(buffer)
 
     def evict(self) -> None:
         """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
@@ -335,7 +294,7 @@ class SavedStorage:
             position = transfers.position(user)
             # [wait: dropping for use on another stream]
             transfers.wait(self.stream, position, position.captured)
-        self._buffers = self._users = ()
+        self._buffer, self._users = None, ()
         self.resources.in_flight = None
         self.__class__ = self.at_rest
 

@@ -41,6 +41,7 @@ import torch
 from ..device.base import Backend, Pairs, Stream, StreamPosition
 from ..schedule.timeline import Kind
 from .host_pool import HostBuffer, HostPool
+from .layout import Stretch
 from .statistics import Counters, TimelineRecorder
 
 D2H, H2D, COMPUTE = 0, 1, 2
@@ -53,6 +54,12 @@ class CopyOut(NamedTuple):
     host: HostBuffer
     compute: Stream
     ready: StreamPosition | None  # what the copy waits for; None for the present end of the compute stream
+    stretches: Sequence[Stretch]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return sum(stop - start for start, stop in self.stretches)
 
 
 class Link:
@@ -130,7 +137,7 @@ class Transfers:
         """Queue copies out, after their tensors are ready and their host buffers are free."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         waited: list[Stream] = []
-        for some, host, compute, ready in copies:
+        for some, host, compute, ready, _ in copies:
             pairs += some
             if ready is not None:
                 self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
@@ -141,7 +148,7 @@ class Transfers:
                 if position.order > self.link.waited and position.captured == captured:
                     self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
                     self.link.waited = position.order  # [guard: fences waited for]
-        with self._span(Kind.D2H, layer, self.out, sum(copy.host.nbytes for copy in copies)):
+        with self._span(Kind.D2H, layer, self.out, sum(copy.nbytes for copy in copies)):
             self.backend.to_host(pairs, self.out)
 
     def end_of_copies_out(self) -> StreamPosition:

@@ -134,7 +134,7 @@ def _read(place: Place, stands: View) -> _Read | None:
 
 def where(view: View, *, whole: bool) -> Where | None:
     """Return which bits of a value are compared; None for one with gaps, whose bits mean nothing there."""
-    if view.conj or view.neg or view.dtype.itemsize not in INTEGERS or view.overlaps:
+    if view.conj or view.neg or view.dtype.itemsize not in INTEGERS or not view.dense:
         return None
     start, end = view.extent
     if view.covered != end - start:

@@ -22,7 +22,6 @@ import actoffload
 from actoffload.context import OffloadContext
 from actoffload.device import use
 from actoffload.engine import eligibility, host_pool
-from actoffload.engine import layout as regions
 from actoffload.engine.engine import Engine
 from actoffload.engine.layer import Phase
 from actoffload.engine.passes import Pass
@@ -50,7 +49,6 @@ def scaled_down() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eligibility, "MIN_ELEMENTS", LEAST)
-        patch.setattr(regions, "GRAIN", 16)
         patch.setattr(host_pool, "ALIGN", 64)
         patch.setattr(host_pool, "GRANULE", 1024)
         patch.setattr(Pass, "fetch", watched)
