@@ -6,25 +6,36 @@ PyTorch, a training framework or the package itself, so a fixed number of frames
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
+import sysconfig
 import warnings
+from os import sep
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-_FOLDERS = Path(__file__).parent, Path(torch.__file__).parents[1]
-_SKIPPED = *(f"{folder}{os.sep}" for folder in _FOLDERS), contextlib.__file__
-"""What the paths of files begin with that are part of no program: what is installed beside PyTorch is a framework."""
+# Files that are not the program: this package, what is installed beside PyTorch or elsewhere, the standard library, and
+# generated code.
+_FOLDERS = (
+    *(f"{folder}{sep}" for folder in (Path(__file__).parent, Path(torch.__file__).parents[1])),
+    *(f"{sysconfig.get_paths()[name]}{sep}" for name in ("stdlib", "platstdlib")),
+    "<frozen ",
+    "<eval_with_key>",
+)
+_PARTS = (f"{sep}site-packages{sep}", f"{sep}dist-packages{sep}", "torchinductor")
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file is none of the program."""
+    return file.startswith(_FOLDERS) or any(part in file for part in _PARTS)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the program: the innermost one outside of this package, PyTorch and frameworks."""
+    """Warn at the innermost line of the program."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from ._arguments import check_whole
-from ._text import Table, milliseconds, percent, size
+from ._text import Table, byte_unit, milliseconds, percent, size
 from .context import OffloadContext
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
-from .report.plots import plot_measurements
+from .report.plots import LINES, make_axes
 from .schedule.costs import Link
 
 if TYPE_CHECKING:
@@ -335,8 +335,23 @@ class Measurements:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the peaks as bars, each with its time as a ratio to the first one, except on the reference device."""
-        times = {} if self.device.reference else {name: step.seconds for name, step in self.steps.items()}
-        return plot_measurements({name: step.peak_bytes for name, step in self.steps.items()}, times, ax)
+        ax = make_axes(ax, 5.8, 1.2 + 0.5 * len(self.steps))
+        first, timed = next(iter(self.steps)), not self.device.reference
+        largest = max(step.peak_bytes for step in self.steps.values())
+        unit, unit_name = byte_unit(largest)
+        peaks, colours = [step.peak_bytes / unit for step in self.steps.values()], ["#7f7f7f", LINES[0][0]]
+        ax.barh(list(self.steps), peaks, color=colours[:1] + colours[1:] * (len(peaks) - 1), height=0.62)
+        behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
+        for row, step in enumerate(self.steps.values()):
+            text = size(step.peak_bytes) + (f", {step.seconds / self.steps[first].seconds:.3f} x" if timed else "")
+            place = largest / unit, row  # in one column, so that a line at a smaller limit is clear of all
+            ax.annotate(text, place, (4, 0), textcoords="offset points", va="center", bbox=behind)
+        ax.set_xlim(right=(1.65 if timed else 1.35) * largest / unit)
+        ax.invert_yaxis()
+        beside = f"\nbeside each bar: step time, x {first}" if timed else ""
+        ax.set_xlabel(f"peak of device memory ({unit_name}){beside}")
+        ax.tick_params(axis="y", length=0)
+        return ax
 
 
 def measure_steps(

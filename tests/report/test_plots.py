@@ -12,7 +12,8 @@ from matplotlib import pyplot  # noqa: E402 - after the backend is chosen
 from matplotlib.collections import PolyCollection  # noqa: E402
 
 import actoffload  # noqa: E402
-from actoffload.report.plots import plot_measurements, plot_timeline  # noqa: E402
+from actoffload.measure import DeviceInfo, Measurement, Measurements  # noqa: E402
+from actoffload.report.plots import plot_timeline  # noqa: E402
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20
@@ -94,7 +95,8 @@ def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence(m
 
 
 def test_measured_times_are_beside_the_bars_and_clear_of_a_lower_limit() -> None:
-    ax = plot_measurements({"a": 4 * MIB, "b": MIB}, {"a": 0.1, "b": 0.2})
+    device = DeviceInfo("a GPU", False, "")
+    ax = Measurements(device, {"a": Measurement(4 * MIB, 0.1), "b": Measurement(MIB, 0.2)}).plot()
     assert [text.get_text() for text in ax.texts] == ["4.0 MiB, 1.000 x", "1.0 MiB, 2.000 x"]
     assert ax.get_xlabel() == "peak of device memory (MiB)\nbeside each bar: step time, x a"
     line = ax.axvline(3.5)

@@ -201,7 +201,7 @@ class OffloadHandle(Handle):
         Raises a `RuntimeError` if no step was recorded, or the block has not ended yet.
         """
         recording = self._log.recording
-        if recording is None or recording.open:
+        if recording is None:
             raise RuntimeError(
                 "No step was recorded: run one training step inside `with handle.recording():`, and call "
                 "timeline() after the block."

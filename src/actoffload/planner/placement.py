@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, chain
 from math import inf
+from statistics import median_high
 from typing import NamedTuple
 
 from ..schedule.costs import GroupTimes
@@ -92,35 +92,28 @@ class Profile:
             times.input_ahead if spot.split else times.back_ahead
             for times, spot in zip(self.times, spots.all, strict=True)
         ]
-        idle = self._idle()
+        idle = [(median_high(map(self._idle, kind)), kind) for kind in spots.kinds if self.times[kind[0]].nbytes]
         room = sum(self.times[kind[0]].nbytes for _, kind in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
         room -= rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
-        # The kinds of spots that may be offloaded, and those for which there is time.
+        # Kinds of groups that may be offloaded, those first that are idle longest, and those for which there is time.
         self.kinds, self._free = list[list[int]](), list[list[int]]()
-        for seconds, kind in idle:
+        for seconds, kind in sorted(idle, key=lambda each: -each[0]):
             nbytes = self.times[kind[0]].nbytes
             if nbytes <= room and nbytes * len(kind) <= host:
                 room, host = room - nbytes, host - nbytes * len(kind)
                 self.kinds.append(kind)
                 self._free += [kind] if seconds > 0 else []
 
-    def _idle(self) -> list[tuple[float, list[int]]]:
-        """Return the spots of each group of each stage, those first that are idle longest, with the seconds."""
-        spots, found = self.spots.all, []
-        for kind in self.spots.kinds:
-            if self.times[kind[0]].nbytes:
-                seconds = sorted(
-                    self.when[spots[k].use] - self.when[spots[k].saved] - self.times[k].out_after - self._ahead[k]
-                    for k in kind
-                )
-                found.append((seconds[len(seconds) // 2], kind))
-        return sorted(found, key=lambda each: -each[0])
+    def _idle(self, k: int) -> float:
+        """Return for how many seconds a group is neither used nor copied."""
+        spot = self.spots.all[k]
+        return self.when[spot.use] - self.when[spot.saved] - self.times[k].out_after - self._ahead[k]
 
-    @cached_property
+    @property
     def free(self) -> Placement:
         """The placement of all for which there is time."""
-        return self.place(chain.from_iterable(self._free))
+        return self.place(chain.from_iterable(self._free), self.peak_bytes)
 
     @property
     def nothing(self) -> Placement:
@@ -176,7 +169,7 @@ class Profile:
 
     # Where to release and reload groups
 
-    def place(self, chosen: Iterable[int], limit: float = inf) -> Placement:
+    def place(self, chosen: Iterable[int], limit: float) -> Placement:
         """Return the placement of some spots.
 
         A group is released at the first event where its copy is expected to be done, and earlier where memory would
@@ -185,11 +178,9 @@ class Profile:
         copied.  The peak may exceed the limit if no placement of these groups fits.
         """
         order = sorted(chosen)
-        latest = self._latest_reloads(order)
-        releases = self._releases(order, latest, limit)
-        if limit < inf:
-            self._force(releases, limit)
-        return self._finish(releases, latest, limit)
+        releases = self._releases(order)
+        self._force(releases, limit)
+        return self._finish(releases, self._latest_reloads(order), limit)
 
     def _latest_reloads(self, chosen: Sequence[int]) -> dict[int, int]:
         """Return the last event at which the reload of each group can start without a stall."""
@@ -199,8 +190,8 @@ class Profile:
             latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
 
-    def _releases(self, chosen: Sequence[int], latest: Mapping[int, int], limit: float) -> dict[int, int]:
-        """Return the first event at which the copies of each group are done; where a limit may force it, any group."""
+    def _releases(self, chosen: Sequence[int]) -> dict[int, int]:
+        """Return the first event at which the copies of each group are done."""
         max_inflight, when = self._knobs.max_inflight, self.when
         found, ends, queue = dict[int, int](), list[float](), 0.0
         for k in chosen:
@@ -210,10 +201,7 @@ class Profile:
                 if len(ends) >= max_inflight:
                     continue
             done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
-            m = min(bisect_left(when, done, spot.saved + 1), spot.use)
-            if limit == inf and m >= latest[k]:
-                continue  # used too soon
-            found[k], queue = m, done
+            found[k], queue = min(bisect_left(when, done, spot.saved + 1), spot.use), done
             ends.append(done)
         return found
 
@@ -244,11 +232,8 @@ class Profile:
         for k in sorted(releases, key=lambda k: spots[k].use):
             nbytes, use = self.times[k].nbytes, spots[k].use
             reload, earliest = use, max(latest[k], releases[k], before)
-            if limit == inf:
-                reload = earliest
-            else:
-                while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
-                    reload -= 1
+            while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
+                reload -= 1
             placement.add(nbytes, reload, use)
             before = reload
             placed[k] = releases[k], reload

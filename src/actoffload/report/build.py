@@ -46,7 +46,7 @@ class PassStatistics(NamedTuple):
 
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     """Return the statistics of a locked pass whose forward has just ended; `labels` are names and kinds of groups."""
-    stay, expected, freed, later = done.plan.stay, 0, 0, 0
+    stay, expected, freed = done.plan.stay, 0, 0
     if done.plan.manual:
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
     groups, held, memories = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
@@ -61,13 +61,10 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
                     kept.append({Reason.SHARED: (1, storage.nbytes)})
                 continue
             shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
-            copied = storage.bytes_copied
-            numbers.update(bytes_saved=storage.nbytes, bytes_offloaded=copied)
-            numbers["bytes_wasted"] += copied if shared else 0
+            numbers.update(bytes_saved=storage.nbytes, bytes_offloaded=storage.bytes_copied)
             if offloaded:
                 in_backward = not done.plan.freed_later.isdisjoint(storage.layers)
                 expected += 0 if shared or in_backward else storage.nbytes
-                later += storage.nbytes if in_backward and not shared else 0
                 freed += storage.nbytes if storage.residency is Residency.HOST else 0
             if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
                 kept.append({Reason.SHARED if shared else Reason.HOST_FULL: (1, storage.nbytes)})
@@ -81,13 +78,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
             numbers["bytes_recomputed"] = layer.remade_bytes
         more: dict[str, Any] = {**numbers, "kept": add_amounts(kept), "recomputed": layer.recomputed is not None}
         groups.append(GroupReport(name, kind, calls_offloaded=int(offloaded), **more))
-    report = Report(
-        groups=tuple(groups),
-        held=tuple(held),
-        expected_bytes=expected,
-        dropped_bytes=freed,
-        later_bytes=later,
-    )
+    report = Report(tuple(groups), held=tuple(held), expected_bytes=expected, dropped_bytes=freed)
     if not isinstance(done, ModelPass):
         return PassStatistics(report, tuple(done.layers), tuple(memories))
     report = replace(report, outside=add_amounts([done.kept_outside]))
@@ -110,14 +101,15 @@ class PassLog:
 
     label: Callable[[int], tuple[str, str]]
     full: PassStatistics | None = None  # the latest pass that saved at least half as much as the largest
-    recording: Recording | None = None
+    recording: Recording | None = None  # the latest that has ended
+    _open: Recording | None = None
     _passes: list[weakref.ref[Pass]] = field(default_factory=list)  # in flight, in the order of their forwards
     _largest: int = 0  # bytes of such a pass, saved and recomputed
 
     @property
     def records(self) -> bool:
         """Whether a step is being recorded."""
-        return self.recording is not None and self.recording.open
+        return self._open is not None
 
     def bytes_of(self, order: Sequence[int]) -> tuple[int, ...]:
         """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
@@ -141,17 +133,16 @@ class PassLog:
     @contextmanager
     def record(self, engine: Engine, modules: Callable[[], Mapping[Module, str]] = dict) -> Iterator[Recording]:
         """Record a ``with`` block; the recording before stays if no pass ends in it."""
-        recording = Recording(TimelineRecorder(engine.backend, engine.counters), modules)
-        before, self.recording = self.recording, recording
+        recording = self._open = Recording(TimelineRecorder(engine.backend, engine.counters), modules)
         engine.record(recording.recorder)
         try:
             yield recording
             recording.recorder.level()
         finally:
             engine.record(None)
-            recording.open = False
-            if not recording.passes:
-                self.recording = before
+            self._open = None
+            if recording.passes:
+                self.recording = recording
 
     def waiting(self, done: Pass) -> int:
         """Return how many passes before one have a graph to which backward has not come."""
@@ -166,8 +157,8 @@ class PassLog:
         self._largest = max(nbytes, self._largest)
         if 2 * nbytes >= self._largest:
             self.full = latest
-        if self.recording is not None and self.records:
-            self.recording.note(latest)
+        if self._open is not None:
+            self._open.note(latest)
 
 
 @dataclass(eq=False)
@@ -176,7 +167,6 @@ class Recording:
 
     recorder: TimelineRecorder
     modules: Callable[[], Mapping[Module, str]]  # of a model, with their names
-    open: bool = True
     passes: int = 0
     names: tuple[str, ...] = ()  # of the groups as they run
     outside: dict[str, int] = field(default_factory=dict)
@@ -240,14 +230,12 @@ def build(
     """
     seconds: Sequence[dict[str, float]] = [{}] * len(latest.layers)
     if recording is not None and recording.names == latest.names:
-        more["outside_modules"] = dict(recording.outside)
-        if not recording.open:
-            step = recording.recorder.timeline()
-            seconds = seconds_by_layer(step, len(latest.layers))
-            # The end of the recording notes the resident bytes last.
-            ends = step.end, *(at for at, _ in step.resident[-1:]), 0.0
-            more |= {"step_seconds": max(ends), "step_passes": recording.passes}
-            more["times"] = more.get("times", True) and step.source != "reference device"
+        step = recording.recorder.timeline()
+        seconds = seconds_by_layer(step, len(latest.layers))
+        # The end of the recording notes the resident bytes last.
+        ends = step.end, *(at for at, _ in step.resident[-1:]), 0.0
+        more |= {"outside_modules": recording.outside, "step_seconds": max(ends), "step_passes": recording.passes}
+        more["times"] = more.get("times", True) and step.source != "reference device"
     rows = []
     for layer, row, times in zip(latest.layers, latest.report.groups, seconds, strict=False):
         known: dict[str, Any] = {"reloaded_ahead": layer.ahead, "reloaded_on_demand": layer.on_demand, **times}

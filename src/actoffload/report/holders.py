@@ -26,7 +26,7 @@ import torch
 from .._text import fold, numberless
 from .._torch.modules import CALL_VARIABLES, CALLS
 from .._torch.tensors import gradient_of, no_torch_function, storage_address
-from .synchronization import is_library
+from .._warnings import is_library
 
 # What a report says
 

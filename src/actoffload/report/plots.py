@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import cycle, groupby
 from typing import TYPE_CHECKING, Any
 
-from .._text import Table, byte_unit, milliseconds, size, size_or_dash
+from .._text import Table, byte_unit, milliseconds, size_or_dash
 from ..schedule.plan import Plan
 from ..schedule.timeline import Kind, Span, Timeline
 
-__all__ = ["Frontier", "plot_measurements", "plot_timeline", "plot_trace"]
+__all__ = ["Frontier", "plot_timeline", "plot_trace"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ LABEL_SIZE = 8.0  # points
 DIGIT = 3.8  # points: before the figure has its layout, axes seem a little narrower than they will be
 
 
-def _axes(ax: Axes | None, width: float, height: float) -> Axes:
+def make_axes(ax: Axes | None, width: float, height: float) -> Axes:
     """Return axes to draw into, new ones by default."""
     if ax is None:
         try:
@@ -58,7 +58,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     timeline : Timeline
         Simulated or measured; one of the reference device has no times.
     """
-    ax = _axes(ax, 7.5, 2.4)
+    ax = make_axes(ax, 7.5, 2.4)
     from matplotlib import rcParams
     from matplotlib.patches import Patch
 
@@ -107,7 +107,7 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     traces : mapping of str to sequence of int
         Bytes by name, as `actoffload.measure.trace_memory` returns them; all of the same length.
     """
-    ax = _axes(ax, 5.4, 3.2)
+    ax = make_axes(ax, 5.4, 3.2)
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
     unit, unit_name = byte_unit(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
@@ -120,26 +120,6 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     ax.set_xlabel("read where layers begin and end; peaks in between are not drawn")
     ax.set_ylabel(f"memory ({unit_name})")
     add_legend(ax, None, columns=min(len(traces), 2))
-    return ax
-
-
-def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
-    """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
-    ax = _axes(ax, 5.8, 1.2 + 0.5 * len(peaks))
-    largest = max(peaks.values())
-    unit, unit_name = byte_unit(largest)
-    first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
-    ax.barh(list(peaks), [nbytes / unit for nbytes in peaks.values()], color=colours, height=0.62)
-    behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
-    for row, (name, nbytes) in enumerate(peaks.items()):
-        text = size(nbytes) + (f", {times[name] / times[first]:.3f} x" if times else "")
-        place = largest / unit, row  # in one column, so that a line at a smaller limit is clear of all
-        ax.annotate(text, place, (4, 0), textcoords="offset points", va="center", bbox=behind)
-    ax.set_xlim(right=(1.65 if times else 1.35) * largest / unit)
-    ax.invert_yaxis()
-    beside = f"\nbeside each bar: step time, x {first}" if times else ""
-    ax.set_xlabel(f"peak of device memory ({unit_name}){beside}")
-    ax.tick_params(axis="y", length=0)
     return ax
 
 
@@ -198,7 +178,7 @@ class Frontier:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw time against peak, with the present plan marked; neither axis begins at 0.  Needs matplotlib."""
-        ax = _axes(ax, 5.6, 3.4)
+        ax = make_axes(ax, 5.6, 3.4)
         known = [(plan.peak_bytes, plan.seconds) for plan in self.plans if plan.peak_bytes is not None and plan.seconds]
         unit, unit_name = byte_unit(max((peak for peak, _ in known), default=0))
         peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]

@@ -46,11 +46,8 @@ class GroupReport:
         Number of calls, 0 if it did not run; those that the plan offloads; whether it is recomputed in backward.
     bytes_saved : int
         Bytes that can be offloaded, also if the group is kept.  A storage counts in the first group that saved it.
-    bytes_offloaded, bytes_wasted : int
-        Bytes copied to the host; the part of them that stays on the device, because a group that is kept saved the same
-        storages later (`Reason.SHARED` counts them too), or the group was kept as the execution order changed.
-    bytes_recomputed : int
-        Bytes that backward computes again, and the group does not save.
+    bytes_offloaded, bytes_recomputed : int
+        Bytes copied to the host; bytes that backward computes again, and the group does not save.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -69,7 +66,6 @@ class GroupReport:
     recomputed: bool = False
     bytes_saved: int = 0
     bytes_offloaded: int = 0
-    bytes_wasted: int = 0
     bytes_recomputed: int = 0
     kept: Amounts = field(default_factory=dict)
     reloaded_ahead: int = 0
@@ -146,8 +142,6 @@ class Report:
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
         Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
-    later_bytes : int
-        Bytes of offloaded groups that the plan frees on the device in backward.
     step_seconds : float or None
         Duration of the recorded step, from its first group to the end of the recording.
     because, next_choice : str
@@ -177,7 +171,6 @@ class Report:
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
-    later_bytes: int = 0
     step_seconds: float | None = None
     step_passes: int = 0
     because: str = ""
@@ -247,15 +240,6 @@ class Report:
         return None if not self.times or not self.step_seconds or waited is None else waited / self.step_seconds
 
     @property
-    def saved(self) -> int:
-        """Bytes of activations that were not on the device when most were."""
-        totals = self.totals
-        less = (self.dropped_bytes or 0) + self.later_bytes + totals.bytes_recomputed
-        # A larger peak than without offloading is that of several passes.
-        at_peak = totals.bytes_saved + totals.bytes_recomputed - self.peak_resident_bytes
-        return less if at_peak < 0 else min(less, at_peak)
-
-    @property
     def gain(self) -> str:
         """What is saved against no offloading, and what that costs in time, in sentences; empty if not known."""
         totals, peak, without = self.totals, self.peak_bytes, self.baseline_peak_bytes
@@ -263,15 +247,17 @@ class Report:
             return "Nothing is offloaded or recomputed." if totals.calls else ""
         if self.dropped_bytes is None:
             return ""
-        saved = f"Saves {size(self.saved)} of {size(self.activation_bytes)} of activations."
+        less = totals.bytes_saved + totals.bytes_recomputed - totals.bytes_not_freed - self.peak_resident_bytes
+        # A larger peak than without offloading is that of several passes.
+        saved = f"Saves {size(less)} of {size(self.activation_bytes)} of activations. " if less > 0 else ""
         if self.times and peak and without:
-            saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}."
+            saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}. "
         if self.slower is not None:
             both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
-            return f"{saved} A pass takes {both} ({self.slower * 100:+.1f} %)."
+            return f"{saved}A pass takes {both} ({self.slower * 100:+.1f} %)."
         if self.stalled is not None:
-            return f"{saved} Compute stalled for {percent(self.stalled)} of the step."
-        return f"{saved} For what it costs in time, record a step with {self.record}." if self.times else saved
+            return f"{saved}Compute stalled for {percent(self.stalled)} of the step."
+        return f"{saved}For what it costs in time, record a step with {self.record}." if self.times else saved.strip()
 
     def __str__(self) -> str:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
@@ -324,14 +310,9 @@ def _groups_table(report: Report) -> Table:
         rows.append((line_name([group.name for group in line], "groups"), *(cells[title] for title in shown)))
     if groups:
         rows.append(("total", *(sums[title] for title in shown)))
-    notes = list[str]()
-    if wasted := report.totals.bytes_wasted:
-        why = "groups that are kept share the storages, or the execution order changed"
-        notes.append(f"Wasted copies: {size(wasted)} were offloaded but stay on the device, because {why}.")
-    if report.step_passes > 1:
-        passes = f"the {report.step_passes} forward passes of the recorded step"
-        notes.append(f"Times are sums over {passes}; bytes are of the last.")
-    return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note="\n".join(notes))
+    passes = f"Times are sums over the {report.step_passes} forward passes of the recorded step; bytes are of the last."
+    note = passes if report.step_passes > 1 else ""
+    return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -348,7 +329,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}"
     if report.r is not None:
         drop = f"{size(report.dropped_bytes or 0)} of {size(report.expected_bytes or 0)} that the plan frees in forward"
-        drop += f"; {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
         yield "freed", f"{percent(report.r, 2)}, {drop}"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand

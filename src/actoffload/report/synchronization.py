@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import sys
-import sysconfig
 import threading
 import warnings
 from collections import Counter
@@ -18,19 +17,12 @@ from typing import Any
 
 import torch
 
+from .._warnings import is_library
+
 __all__ = ["Synchronization", "Synchronizations", "find_synchronizations"]
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"  # text of the warning, in c10/cuda/CUDAFunctions.cpp
 _PROTOTYPE = "Synchronization debug mode is a prototype"
-
-# Files that are not the program: torch, this package, the standard library, installed packages, generated code.
-_FOLDERS = (
-    *(f"{folder}{sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
-    *(f"{sysconfig.get_paths()[name]}{sep}" for name in ("stdlib", "platstdlib")),
-    "<frozen ",
-    "<eval_with_key>",
-)
-_PARTS = (f"{sep}site-packages{sep}", f"{sep}dist-packages{sep}", "torchinductor")
 
 
 @dataclass(frozen=True)
@@ -124,11 +116,6 @@ def _program(frame: FrameType | None) -> FrameType | None:
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
-
-
-def is_library(file: str) -> bool:
-    """Return whether a file is none of the program: of torch, this package, the standard library, an installed one."""
-    return file.startswith(_FOLDERS) or any(part in file for part in _PARTS)
 
 
 def _times(count: int) -> str:
