@@ -68,6 +68,22 @@ def test_an_edit_before_backward_is_an_error_of_autograd(where, policy, fraction
         model.zero_grad()
 
 
+@ways
+def test_a_group_that_edits_what_it_has_saved(policy, fraction):
+    class Editing(Mlp):
+        def forward(self, x):
+            y = torch.sin(super().forward(x)).exp()
+            z = y.sin()
+            y.mul_(2.0)
+            return z
+
+    model = Net(Editing)
+    offload(model, layers="blocks.?", recompute=policy, fraction=fraction)
+    for k in range(3):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(batch(k)).sum().backward()
+
+
 @all_ways
 def test_groups_that_edit_their_inputs(policy, fraction):
     """The edits change nothing in the first steps, so that the proof shows nothing."""

@@ -13,7 +13,7 @@ import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from numbers import Number
 from operator import attrgetter, is_
 from statistics import median
 from types import FrameType, MethodType, SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -75,15 +75,11 @@ class _Kind:
 
     attributes: Attributes
     key: Any  # what arguments and autocast say
-    programs: dict[tuple[Policy, bool], Program] = field(default_factory=dict)  # whether for a graph that is captured
+    programs: dict[Policy, Program] = field(default_factory=dict)
     different: int = 0
 
 
-class RunningCall(NamedTuple):
-    """A call that runs, and the kind of which it is."""
-
-    call: FollowingCall | TracedCall
-    kind: _Kind
+RunningCall: TypeAlias = FollowingCall | TracedCall
 
 
 class Replays:
@@ -147,11 +143,12 @@ class Replays:
             sizes = operators.saved[group] = []
             return partial(_run_again, partial(_count_saved, sizes, module, self._min_bytes))
         capturing = self._backend.capturing()
-        program = kind.programs.get((policy, capturing))
+        if capturing:
+            policy = replace(policy, redraws=False)
+        program = kind.programs.get(policy)
         if program is None and kind.programs:
             proven = next(iter(kind.programs.values()))
-            program = Program(proven.trace, policy, self._min_bytes, proven.banned, redraw=not capturing)
-            kind.programs[policy, capturing] = program
+            program = kind.programs[policy] = Program(proven.trace, policy, self._min_bytes, proven.banned)
         if capturing and program is None:  # proof while a graph is captured
             self.refused[followed.name] = CAPTURED
             return None
@@ -162,18 +159,20 @@ class Replays:
         common = attributes.modules, tensors, packer, self.alarm, name
         if program is not None and timer is None:
             following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
-            return RunningCall(following, kind)
+            following.kind = kind
+            return following
         if _in_functional_call():  # [guard: functional call]
             self.refused[followed.name] = FUNCTIONAL
             return None
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
         call = TracedCall(tracer, policy, self._min_bytes, *common, timer=timer)
+        call.kind = kind
         tracer.begin()
-        return RunningCall(call, kind)
+        return call
 
-    def finish(self, begun: RunningCall, output: Any) -> None:
+    def finish(self, call: RunningCall, output: Any) -> None:
         """End a call of a group that has returned."""
-        call, kind = begun
+        kind = call.kind
         call.finish(output)
         if not call.agrees:  # calls that differ though their arguments do not: the next one is traced
             kind.different += 1
@@ -181,7 +180,7 @@ class Replays:
         elif isinstance(call, TracedCall):
             self.proven_bytes += call.proven_bytes
             if call.program.trace.steady and kind.different < DIFFERENT:
-                kind.programs = {(call.program.policy, False): call.program}
+                kind.programs = {call.program.policy: call.program}
 
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
@@ -459,34 +458,34 @@ def _operator_costs(program: Program, seconds: Sequence[float]) -> list[Operator
     """Return the operators of a program, of which each takes some seconds."""
     values, sources = program.trace.values, program.sources
     runs = program.runs()
-    place = {number: k for k, number in enumerate(program.steps)}
+    place = {node: k for k, node in enumerate(program.steps)}
     costs = []
-    for (number, step), own in zip(program.steps.items(), seconds, strict=True):
-        made, read = [value for _, value in step.made], [value for value in step.reads if value not in sources]
+    for (node, step), own in zip(program.steps.items(), seconds, strict=True):
+        made, read = [value for _, value in step.made], [value for value in node.reads if value not in sources]
         dropped = program.dropped.intersection(made)
-        makers = {value: place[values[value].maker] for value in read if values[value].maker in place}
+        makers = {value: place[origin] for value in read if (origin := values[value].origin) in place}
         sizes = tuple(
             values[value].nbytes
             for value in made
             if value in program.saves and values[value].nbytes >= program.min_bytes
         )
         kept = 0
-        of_weights = step.reads and all(value in program.weights for value in step.reads)
-        if of_weights or step.node.operator is same:
+        of_weights = node.reads and all(value in program.weights for value in node.reads)
+        if of_weights or node.operator is same:
             kept, sizes = sum(sizes), ()
         costs.append(
             OperatorCost(
-                step.node.name,
+                node.name,
                 max(own, 0.0),
                 sizes,
                 reads=tuple(sorted({*makers.values()})),
                 needed=bool(dropped),
                 returned=sum(values[value].nbytes for value in made if value in program.trace.returned),
                 unsaved=tuple(sorted({maker for value, maker in makers.items() if value not in program.saves})),
-                segment=step.node.segment,
+                segment=node.segment,
                 kept=kept,
-                gradient=0 if isinstance(step.node.operator, FunctionCall) else max(sizes, default=0),
-                twice=sum(values[value].nbytes for value in dropped) if runs[number] > 1 else 0,
+                gradient=0 if isinstance(node.operator, FunctionCall) else max(sizes, default=0),
+                twice=sum(values[value].nbytes for value in dropped) if runs[node] > 1 else 0,
             )
         )
     return costs

@@ -203,7 +203,7 @@ class Tracker:
         if not isinstance(begun, RunningCall):
             return begun
         call.replay = begun
-        thread.packer.take_aside(begun.call.pack)
+        thread.packer.take_aside(begun.pack)
         return None
 
     def warn_once(self, message: str) -> None:
@@ -228,7 +228,7 @@ class Tracker:
             if call.replay is None:
                 thread.packer.take_for(current, call.layer)
             else:
-                thread.packer.take_aside(call.replay.call.pack)
+                thread.packer.take_aside(call.replay.pack)
 
     def _install_here(self, current: ModelPass[int], call: Call) -> bool:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
@@ -258,8 +258,8 @@ class Tracker:
             return
         if call.replay is not None:
             self.replays.finish(call.replay, output)
-            if call.layer is not None and call.replay.call.agrees:
-                call.layer.remade_bytes = call.replay.call.program.dropped_bytes
+            if call.layer is not None and call.replay.agrees:
+                call.layer.remade_bytes = call.replay.program.dropped_bytes
             call.replay = None
         if call.layer is not None:
             self._end_group(call, output)
@@ -288,7 +288,7 @@ class Tracker:
             while len(thread.calls) > depth:
                 replay = thread.calls[-1].replay
                 if replay is not None:
-                    replay.call.give_up()  # [guard: tracer of a failed call]
+                    replay.give_up()  # [guard: tracer of a failed call]
                     thread.calls[-1].replay = None
                 if thread.calls[-1].layer is not None:
                     self._end_group(thread.calls[-1], ())

@@ -36,22 +36,23 @@ class Policy:
     matrix product, stays; where other values need a result that is not saved, they run again.  No call of `operators`
     is run again, nor one for which `given` returns True, a policy of the program that is called with the tensors of
     each operator in a traced call.  If it `holds`, each value that is made again stays until its last use: see
-    `program` [Note: parts].
+    `program` [Note: parts].  Unless it `redraws`, operators that draw random numbers are not run again.
     """
 
     names: frozenset[str] = frozenset()
     operators: frozenset[Any] = frozenset()
     given: Callable[..., Any] | None = None
     holds: bool = False
+    redraws: bool = True
     kept: set[str] = field(default_factory=set, compare=False)
     """Names of the operators that are not run again, as far as calls have shown."""
 
-    def keeps(self, operator: Any, name: str) -> bool:
-        """Return whether a call of an operator is not run again."""
-        found = operator in self.operators or name in self.kept
+    def keeps(self, node: Any) -> bool:
+        """Return whether a traced call of an operator is not run again."""
+        found = node.operator in self.operators or node.name in self.kept
         if found:
-            self.kept.add(name)
-        return found
+            self.kept.add(node.name)
+        return found or (node.drawn is not None and not self.redraws)
 
     def see(self, operator: Any, name: str, args: Any, kwargs: Any, outputs: Any) -> None:
         """Ask the policy of the program about an operator that has run in a traced call."""

@@ -13,7 +13,7 @@ bits of every value.  The device compares the samples when the values are made a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -29,9 +29,8 @@ from .._torch.tensors import (
     no_torch_dispatch,
 )
 from ..device.base import Backend, StreamEvent, current_stream
-from ..engine.layout import View
 from .policy import rules_of
-from .program import ELEMENTS, INTEGERS, Program, Step, Where, copy_of, lines_of, on_value
+from .program import ELEMENTS, INTEGERS, Program, Step, Where, copy_of, on_value, run, run_step
 from .trace import FunctionCall, Node, RngPosition, gpu_generator
 
 ROWS = 1024  # comparisons whose results are read together
@@ -99,57 +98,44 @@ Times = list[tuple[StreamEvent, StreamEvent]]
 
 def prove(
     program: Program,
-    source: Callable[[int], Tensor],
-    saved: Mapping[int, Any],
+    sources: Mapping[int, Tensor],
+    slots: Sequence[Any],
     droppable: Collection[int],
     beginning: RngPosition | None,
 ) -> set[int]:
-    """Make all values again and compare them with the real ones, and return those that are not the same.
+    """Make all values again and compare them with the real ones, which are in the slots of the entries.
 
-    `source` returns the tensor of a source, `saved` has the slots by entry.  Values that are `droppable` are
-    dropped if they are equal.
+    Return those of the first operator that makes others.  Values that are `droppable` are dropped if they are equal.
     """
-    real: dict[int, list[int]] = {}
-    for number in saved:
-        real.setdefault(program.trace.entries[number].value, []).append(number)
-    banned: set[int] = set()
-    values: dict[int, Tensor] = {}
+    values = {**sources}
     with below_everything:
-        for step, sources, unneeded in lines_of([*program.steps.values()]):
-            values.update((value, source(value)) for value in sources)
-            if values.keys() >= {*step.reads}:  # the others were not made, and are not saved
-                _run(program, step, values, beginning)
-            made = [value for _, value in step.made]
-            for value in {*unneeded}.difference(made):
-                values.pop(value, None)
-            for value in real.keys() & made:
-                view, entries = program.trace.values[value].view, [(saved[n], program.reads[n]) for n in real[value]]
-                if not _same(values.get(value), view, entries):  # [guard: values that differ when they are made again]
-                    banned.add(value)
-                    values[value] = _whole(entries[0][0].tensor, view)
+        for step, _, unneeded in program.lines(program.steps.values()):
+            ran = _run(step, values, beginning)
+            differing = set[int]()
+            for _, value in step.made:
+                saved = [slots[number] for number in program.saves.get(value, ())]
+                # [guard: values that differ when they are made again]
+                if not ran or not _same(program, values[value], value, saved):
+                    differing.add(value)
                 elif value in droppable:
-                    for entry, _ in entries:
-                        entry.tensor = None
-            for value in unneeded:
-                values.pop(value, None)
-    return banned
-
-
-def measure(
-    program: Program, source: Callable[[int], Tensor], beginning: RngPosition | None, backend: Backend
-) -> Times:
-    """Run a program whose operators were proven, and return the events around each."""
-    times: Times = []
-    values: dict[int, Tensor] = {}
-    backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
-    with below_everything:
-        for step, sources, unneeded in lines_of([*program.steps.values()]):
-            values.update((value, source(value)) for value in sources)
-            begun = backend.record_timed(current_stream(backend))
-            program.run(step, values, beginning)
-            times.append((begun, backend.record_timed(current_stream(backend))))
+                    for slot in saved:
+                        slot.tensor = None
+            if differing:
+                return differing
             for value in unneeded:
                 del values[value]
+    return set()
+
+
+def measure(program: Program, sources: Mapping[int, Tensor], beginning: RngPosition | None, backend: Backend) -> Times:
+    """Run a program whose operators were proven, and return the events around each."""
+    times: Times = []
+    backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
+    with below_everything:
+        begun = backend.record_timed(current_stream(backend))
+        for _ in run(program.lines(program.steps.values()), sources.__getitem__, {}, beginning):
+            times.append((begun, backend.record_timed(current_stream(backend))))
+            begun = backend.record_timed(current_stream(backend))
     return times
 
 
@@ -164,42 +150,37 @@ def read_states(generators: Iterable[torch.Generator]) -> list[Tensor]:
         return [generator.get_state() for generator in generators]
 
 
-def _run(program: Program, step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> None:
-    """Run a step, and add what it makes to `values`, unless it draws random numbers or, as a function, writes."""
+def _run(step: Step, values: dict[int, Tensor], beginning: RngPosition | None) -> bool:
+    """Run a step; return False if it fails, draws random numbers or, as a function, writes to what it reads."""
     operator = step.node.operator
     is_function = isinstance(operator, FunctionCall)
     if not is_function and not rules_of(operator).foreign:
-        program.run(step, values, beginning)
-        return
-    copies = {value: copy_of(values[value]) if is_function else values[value] for value in step.reads}
+        run_step(step, values, beginning)
+        return True
+    copies = {value: copy_of(values[value]) if is_function else values[value] for value in step.node.reads}
     generators = [each for each in (torch.default_generator, gpu_generator()) if each is not None]
     states = read_states(generators)
     try:
-        program.run(step, copies, beginning)
+        run_step(step, copies, beginning)
     except Exception:  # its forward needs more than an empty context has
-        return
+        return False
     finally:
         drew = not all(map(torch.equal, read_states(generators), states))
         with _one_at_a_time:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-    if not drew and all(same_bits(copies[value], values[value]) for value in step.reads):
-        values.update((value, copies[value]) for _, value in step.made)
+    values.update((value, copies[value]) for _, value in step.made)
+    return not drew and all(same_bits(copies[value], values[value]) for value in step.node.reads)
 
 
-def _same(tensor: Tensor | None, view: View | None, entries: Iterable[tuple[Any, Any]]) -> bool:
-    """Return whether a value that was made again lies as `view` says, and has the bits of what was saved on it."""
-    if tensor is None or view is None or tensor.dtype is not view.dtype:
-        return False
-    if tensor.stride() != view.stride:  # [guard: values that lie otherwise when they are made again]
-        return False
-    return all(same_bits(saved.tensor, on_value(tensor, read)) for saved, read in entries if saved.tensor is not None)
-
-
-def _whole(saved: Any, view: Any) -> Tensor:
-    """Return the tensor that stands for a value, given a tensor that was saved of it."""
-    found = torch.empty(0, dtype=view.dtype, device=saved.device)
-    return found.set_(saved.untyped_storage(), view.offset // view.dtype.itemsize, view.size, view.stride)
+def _same(program: Program, tensor: Tensor, value: int, saved: Iterable[Any]) -> bool:
+    """Return whether a value that was made again lies as the traced one, and has the bits of what was saved on it."""
+    view = program.trace.values[value].view
+    assert view is not None
+    if saved and (tensor.dtype is not view.dtype or tensor.stride() != view.stride):
+        return False  # [guard: values that lie otherwise when they are made again]
+    left = (slot for slot in saved if slot.tensor is not None)
+    return all(same_bits(slot.tensor, on_value(tensor, program.reads[slot.number])) for slot in left)
 
 
 # Samples in later calls
@@ -208,7 +189,7 @@ def _whole(saved: Any, view: Any) -> Tensor:
 def bits_at(tensor: Tensor, where: Where) -> Tensor:
     """Return the bits of a value that are compared, given a tensor that lies on it: a view of it, or their sum."""
     found = tensor.as_strided((where.number,), (where.step,), where.offset).view(where.bits)
-    return found.sum(dtype=torch.int64).reshape(1) if where.whole else found
+    return found.sum(dtype=torch.int64).reshape(1) if where.summed else found
 
 
 class _Reading(NamedTuple):

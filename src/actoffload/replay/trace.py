@@ -5,9 +5,9 @@ a type, size, stride and offset.  An operator that writes to a storage begins a 
 Where it writes all of a value that nothing has saved, as ``relu_`` does behind a convolution, its counterpart that
 returns a new tensor makes the new value.
 
-A value has a *maker*, the operator that returned its storage, or a *source*, an argument of the call or a weight of the
-module.  What has neither is only known where autograd saves it: random numbers of a CPU, results of factories such as
-``empty``, which a kernel that dispatch does not see may fill, and tensors from outside of the call.
+The *origin* of a value is the operator that returned its storage, an argument of the call or a weight of the module.
+What has none is only known where autograd saves it: random numbers of a CPU, results of factories such as ``empty``,
+which a kernel that dispatch does not see may fill, and tensors from outside of the call.
 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
 Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
@@ -34,12 +34,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from .._torch.tensors import is_capturing
 from ..engine.layout import View
 
 UNKNOWN = -1
+PLAIN = frozenset((Tensor, Parameter))
 
 
 class Place(NamedTuple):
@@ -58,16 +59,6 @@ class Weight(NamedTuple):
     part: int  # of a tensor subclass
 
 
-@dataclass(slots=True)
-class Value:
-    """The content of one storage."""
-
-    nbytes: int
-    maker: int = UNKNOWN  # the operator that makes it again; see [Note: values]
-    source: int | Weight | None = None  # an argument of the call, by its place among the tensors; or a weight
-    view: View | None = None  # how the tensor lies that the maker returns or the source is
-
-
 @dataclass(slots=True, eq=False)
 class Node:
     """One call of an operator that can be run again, with `Place` instead of tensors."""
@@ -81,6 +72,16 @@ class Node:
     module: str  # the name of the module in which it ran
     segment: int  # as in `Entry`
     drawn: int | None = None  # random numbers of the call before its own, if it draws; see [Note: random numbers]
+
+
+@dataclass(slots=True)
+class Value:
+    """The content of one storage."""
+
+    nbytes: int
+    # What makes it again: an operator; an argument of the call, by its place among the tensors; or a weight.
+    origin: Node | int | Weight | None = None
+    view: View | None = None  # how the tensor lies that the operator returns or the argument is
 
 
 class Entry(NamedTuple):

@@ -33,6 +33,7 @@ from .._torch.tensors import (
 from ..engine.layout import View
 from .policy import Policy, Rules, out_of_place, rules_of
 from .trace import (
+    PLAIN,
     UNKNOWN,
     Entry,
     FunctionCall,
@@ -53,7 +54,6 @@ _HOST_READS = {_READ_SCALAR, _aten.equal.default}
 
 GENERATED = "GeneratedBackwardFor_"
 """Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
-_PLAIN = frozenset((Tensor, Parameter))
 _STANDING_IN = tuple(
     kind
     for name in ("fake_tensor.FakeTensor", "functional_tensor.FunctionalTensor")
@@ -96,10 +96,10 @@ class Tracer(_Base):  # type: ignore[misc]
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
         self._weights: dict[int, tuple[Weight, View]] = {}
-        self._counts: defaultdict[Any, count[int]] = defaultdict(count)
+        self._counts: defaultdict[str, count[int]] = defaultdict(count)
         self._function: _RunningFunction | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
-        self._first: dict[Any, int] = {}  # values, by what makes them
+        self._first: dict[Any, int] = {}  # values, by what makes them; see [Note: twins]
         self._twins: dict[int, int] = {}  # the first of the values that are equal to others, by these
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
@@ -110,10 +110,8 @@ class Tracer(_Base):  # type: ignore[misc]
         self.entries: list[Entry] = []
         self._handles: list[Any] = []
         for place, tensor in enumerate(inputs):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-                memory = tensor.untyped_storage()
-                if address(memory) not in self._ids:
-                    self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
+            if type(tensor) in PLAIN and _has_memory(tensor) and _address(tensor) not in self._ids:
+                self._add(tensor, place, View.of(tensor))
         self._host_reads = self.paused = False  # paused: while the engine packs what is saved
 
     # Begin and end
@@ -139,9 +137,7 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def result(self, outputs: Iterable[Tensor]) -> Trace:
         """Return what was recorded in a call that returned `outputs`."""
-        returned = frozenset(
-            self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
-        )
+        returned = frozenset(self._ids.get(_address(each), UNKNOWN) for each in outputs if _has_memory(each))
         steady = not self._host_reads and self._in_python == states_of_python(self._modules)
         alive = [memory for weak in self._weak if (memory := storage_behind(weak)) is not None]
         sizes = {address(memory): memory.nbytes() for memory in alive}
@@ -150,17 +146,14 @@ class Tracer(_Base):  # type: ignore[misc]
         for key, number in self._ids.items():
             value = self.values[number]
             shrunk = sizes.get(key, value.nbytes) < value.nbytes
-            is_weight = isinstance(value.source, Weight)  # FSDP2 frees weights, and gathers them again
-            if shrunk and not is_weight:
-                freed.add(number)
-            elif is_weight and not shrunk and key not in self._weights:  # [guard: weights that are replaced for a time]
-                value.source = None  # `functional_call` has put a tensor in its place for the time of a call
-        for node in self.nodes:
-            if not freed.isdisjoint(node.reads):
-                for _, number in node.made:
-                    self.values[number].maker = UNKNOWN
-        for number in freed:
-            self.values[number].maker, self.values[number].source = UNKNOWN, None
+            if not isinstance(value.origin, Weight):
+                freed |= {number} if shrunk else set()
+            # FSDP2 frees weights, and gathers them again.
+            elif not shrunk and key not in self._weights:  # [guard: weights that are replaced for a time]
+                value.origin = None  # `functional_call` has put a tensor in its place for the time of a call
+        for number, value in enumerate(self.values):
+            if number in freed or (isinstance(value.origin, Node) and not freed.isdisjoint(value.origin.reads)):
+                value.origin = None
         return Trace(self.nodes, self.values, self.entries, returned, steady, self._count_drawn())
 
     def __del__(self) -> None:
@@ -183,35 +176,34 @@ class Tracer(_Base):  # type: ignore[misc]
 
     # Values
 
-    def _add(self, memory: torch.UntypedStorage, value: Value) -> int:
+    def _add(self, tensor: Tensor, origin: Any = None, view: View | None = None) -> int:
+        """Begin a value on the storage of a tensor."""
+        memory = tensor.untyped_storage()
         key = address(memory)
         if key not in self._ids:
             self._weak.append(storage_weakref(memory))
         number = self._ids[key] = len(self.values)
-        self.values.append(value)
+        self.values.append(Value(memory.nbytes(), origin, view))
         return number
 
     def _value_of(self, tensor: Tensor) -> int:
         """Return the value of a plain tensor; what was not seen before is a weight, or from outside."""
-        memory = tensor.untyped_storage()
-        found = self._ids.get(address(memory))
+        found = self._ids.get(_address(tensor))
         if found is not None:
             return found
-        weight = self._weight_at(address(memory))
-        if weight is not None:
-            return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
-        cast = _cast_weight(tensor)
-        if cast is None or self._weight_at(address(cast.untyped_storage())) is None:
-            return self._add(memory, Value(memory.nbytes()))
+        weight, cast = self._weight_at(tensor), _cast_weight(tensor)
+        if weight is not None or cast is None or self._weight_at(cast) is None:
+            return self._add(tensor, *weight or ())
         # Autocast made it in an earlier call, and has it in its cache.
         read = self._value_of(cast)
-        value = self._add(memory, Value(memory.nbytes(), view=View.of(tensor)))
-        name, places = f"{_COPY}#{next(self._counts[_COPY])}", (Place(read, View.of(cast)),)
-        self._add_node(_COPY, name, places, {"dtype": tensor.dtype}, {value: 0}, (read,))
+        value = self._add(tensor, view=View.of(tensor))
+        place = Place(read, View.of(cast))
+        self._add_node(_COPY, self._name(_COPY), (place,), {"dtype": tensor.dtype}, {value: 0}, [read])
         return value
 
-    def _weight_at(self, key: int) -> tuple[Weight, View] | None:
+    def _weight_at(self, tensor: Tensor) -> tuple[Weight, View] | None:
         # FSDP2 replaces parameters while modules run, so they are looked up when they are met.
+        key = _address(tensor)
         if key not in self._weights:
             self._find_weights()
         return self._weights.get(key)
@@ -224,14 +216,14 @@ class Tracer(_Base):  # type: ignore[misc]
                     for part, plain in enumerate(() if tensor is None or is_lazy(tensor) else plain_parts(tensor)):
                         if _has_memory(plain):
                             weight = Weight(number, table, name, part), View.of(plain)
-                            self._weights.setdefault(address(plain.untyped_storage()), weight)
+                            self._weights.setdefault(_address(plain), weight)
 
     # Operators
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note what it does."""
         kwargs = kwargs or {}
-        if not _PLAIN.issuperset(types):
+        if not PLAIN.issuperset(types):
             if any(issubclass(kind, _STANDING_IN) for kind in types):
                 return operator(*args, **kwargs)
             if any(has_own_dispatch(kind) for kind in types):
@@ -244,8 +236,7 @@ class Tracer(_Base):  # type: ignore[misc]
             function.pure &= not (rules.draws_with(args, kwargs) or rules.communicates)
             self._write(rules, args, kwargs)
             return outputs
-        name = f"{operator}#{next(self._counts[operator])}"
-        reads: list[int] = []
+        name, reads = self._name(operator), list[int]()
         with_places = tuple([self._with_places(each, reads) for each in args])
         named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
         counterpart = self._find_counterpart(operator, with_places, args) if rules.writes else None
@@ -253,7 +244,7 @@ class Tracer(_Base):  # type: ignore[misc]
         first = len(self.values)
         outputs = operator(*args, **kwargs)
         if counterpart is not None:
-            del self._ids[address(args[0].untyped_storage())]  # so that a new value begins
+            del self._ids[_address(args[0])]  # so that a new value begins
         else:
             self._write(rules, args, kwargs)
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
@@ -272,6 +263,9 @@ class Tracer(_Base):  # type: ignore[misc]
             self._add_node(counterpart or operator, name, with_places, named, made, reads, drawn)
         return outputs
 
+    def _name(self, operator: Any) -> str:
+        return f"{operator}#{next(self._counts[str(operator)])}"
+
     def _count_drawn(self) -> int:
         return 0 if self.beginning is None else self.beginning.count_drawn()
 
@@ -279,7 +273,7 @@ class Tracer(_Base):  # type: ignore[misc]
         """Return the operator that makes what another one is about to write; see [Note: values]."""
         counterpart = out_of_place(operator)
         place = places[0] if counterpart is not None and places else None
-        if not isinstance(place, Place) or self.values[place.value].maker == UNKNOWN:
+        if not isinstance(place, Place) or not isinstance(self.values[place.value].origin, Node):
             return None
         view, value = place.view, self.values[place.value]
         whole = view == value.view and view.covered == value.nbytes
@@ -303,14 +297,13 @@ class Tracer(_Base):  # type: ignore[misc]
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 if isinstance(tensor, Tensor) and _has_memory(tensor):
-                    memory = tensor.untyped_storage()
-                    overwritten = self._ids.get(address(memory))
+                    overwritten = self._ids.get(_address(tensor))
                     if overwritten is not None:
-                        self.values[overwritten].source = None  # inputs and weights that are overwritten
+                        if not isinstance(self.values[overwritten].origin, Node):
+                            self.values[overwritten].origin = None  # inputs and weights that are overwritten
                         if self._function is not None and overwritten < self._function.first:
                             self._function.pure = False
-                    # values that are written in place
-                    self._add(memory, Value(memory.nbytes()))
+                    self._add(tensor)  # values that are written in place
 
     def _add_outputs(self, outputs: Any, first: int) -> tuple[dict[int, int], bool, bool]:
         """Begin the values that an operator has returned, before which there were `first` ones.
@@ -320,13 +313,12 @@ class Tracer(_Base):  # type: ignore[misc]
         made: dict[int, int] = {}
         plain = new = True
         for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
-            if type(output) not in _PLAIN or not _has_memory(output):
+            if type(output) not in PLAIN or not _has_memory(output):
                 plain &= not isinstance(output, Tensor) or not output.numel()
                 continue
-            memory = output.untyped_storage()
-            value = self._ids.get(address(memory))
+            value = self._ids.get(_address(output))
             if value is None:
-                value = self._add(memory, Value(memory.nbytes()))
+                value = self._add(output)
             if value >= first:
                 self.values[value].view = self.values[value].view or View.of(output)
                 made.setdefault(value, place)
@@ -335,16 +327,16 @@ class Tracer(_Base):  # type: ignore[misc]
         return made, plain, new
 
     def _add_node(
-        self, operator: Any, name: str, args: Any, kwargs: Any, places: Any, reads: Any, drawn: int | None = None
+        self, operator: Any, name: str, args: Any, kwargs: Any, places: Any, reads: list[int], drawn: int | None = None
     ) -> None:
-        """Note an operator that can run again, in the innermost module that runs, as the maker of values."""
-        made = [(place, value) for value, place in places.items() if self.values[value].source is None]
+        """Note an operator that can run again, in the innermost module that runs, as the origin of values."""
+        made = [(place, value) for value, place in places.items() if self.values[value].origin is None]
         if not made:
             return
-        for _, value in made:
-            self.values[value].maker = len(self.nodes)
         module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
-        node = Node(operator, name, args, kwargs, made, tuple(reads), module, self.segment, drawn)
+        node = Node(operator, name, args, kwargs, made, tuple(dict.fromkeys(reads)), module, self.segment, drawn)
+        for _, value in made:
+            self.values[value].origin = node
         if drawn is None:  # [guard: operators that draw -> True]
             self._read_twin(node)
         self.nodes.append(node)
@@ -374,8 +366,7 @@ class Tracer(_Base):  # type: ignore[misc]
             finally:
                 self._generated = False
         call = FunctionCall(function, tuple(isinstance(each, Tensor) and each.requires_grad for each in args))
-        name = f"{call}#{next(self._counts[function])}"
-        reads: list[int] = []
+        name, reads = self._name(call), list[int]()
         places = tuple([self._with_places(each, reads) for each in args])
         before = states_of_python(self._modules)
         running = self._function = _RunningFunction(len(self.values))
@@ -386,7 +377,7 @@ class Tracer(_Base):  # type: ignore[misc]
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         if UNKNOWN in reads:  # a function with a subclass may return a part of a weight
             for output in flat:
-                if type(output) in _PLAIN and _has_memory(output):
+                if type(output) in PLAIN and _has_memory(output):
                     self._value_of(output)
         made, plain, new = self._add_outputs(flat, running.first)
         for place, value in enumerate(running.saved, len(flat)):
@@ -473,7 +464,11 @@ def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is its memory and no more; the weights of bitsandbytes have a class, and are, too."""
     kind = type(tensor)
-    return kind in _PLAIN or (issubclass(kind, Parameter) and not has_own_dispatch(kind))
+    return kind in PLAIN or (issubclass(kind, Parameter) and not has_own_dispatch(kind))
+
+
+def _address(tensor: Tensor) -> int:
+    return address(tensor.untyped_storage())
 
 
 def _has_memory(tensor: Any) -> bool:
