@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
@@ -272,20 +272,22 @@ class ManualController:
 
     def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Queue the copies of a layer's activations to the host; each starts as soon as its tensor is ready."""
-        self._do(Do.OFFLOAD, layer_id, in_pass)
+        when = "after the layer's context was left and before the layer is released"
+        self._do(Do.OFFLOAD, "start_offload_layer", Phase.SAVED, when, layer_id, in_pass)
 
     def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Let the current stream wait for the copies of a layer, and free its device memory."""
-        self._do(Do.RELEASE, layer_id, in_pass)
+        call = "release_activation_forward_gpu_memory"
+        self._do(Do.RELEASE, call, Phase.OFFLOADING, "after start_offload_layer", layer_id, in_pass)
 
     def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Allocate device memory for a layer and queue the copies to it; backward waits for each tensor it uses."""
-        self._do(Do.RELOAD, layer_id, in_pass)
+        when = "after release_activation_forward_gpu_memory"
+        self._do(Do.RELOAD, "start_reload_layer", Phase.RELEASED, when, layer_id, in_pass)
 
-    def _do(self, action: Do, layer_id: int, in_pass: Pass | None) -> None:
+    def _do(self, action: Do, call: str, expected: Phase, when: str, layer_id: int, in_pass: Pass | None) -> None:
         if not self._context._enabled:
             return
-        call, expected, order = _CALLS[action]
         count = self._context.plan.model_layers
         if type(layer_id) is not int or not 0 <= layer_id < count:
             raise ValueError(
@@ -299,55 +301,11 @@ class ManualController:
         with target.lock:
             layer = target.layers[layer_id]
             if layer.phase is not expected:
-                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; call it once, {order}.")
+                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; call it once, {when}.")
             target.do(action, layer_id)
 
 
-# The method of each action, the phase that a layer must be in, and when that is.
-_CALLS = {
-    Do.OFFLOAD: (
-        "start_offload_layer",
-        Phase.SAVED,
-        "after the layer's context was left and before the layer is released",
-    ),
-    Do.RELEASE: ("release_activation_forward_gpu_memory", Phase.OFFLOADING, "after start_offload_layer"),
-    Do.RELOAD: ("start_reload_layer", Phase.RELEASED, "after release_activation_forward_gpu_memory"),
-}
-
-
 # The function
-
-
-@overload
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    manual_synchronization: Literal[False] = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: torch.Stream | None = None,
-    *,
-    max_host_bytes: int | str | None = None,
-) -> tuple[OffloadContext, Callable[[T], T]]: ...
-
-
-@overload
-def get_cpu_offload_context(
-    enabled: bool = False,
-    num_layers: int | None = 1,
-    model_layers: int = 1,
-    offload_activations: bool = True,
-    offload_weights: bool = False,
-    double_buffering: bool = False,
-    *,
-    manual_synchronization: Literal[True],
-    retain_pinned_cpu_buffers: bool = False,
-    offload_stream: torch.Stream | None = None,
-    max_host_bytes: int | str | None = None,
-) -> tuple[OffloadContext, Callable[[T], T], ManualController]: ...
 
 
 def get_cpu_offload_context(
@@ -362,7 +320,7 @@ def get_cpu_offload_context(
     offload_stream: torch.Stream | None = None,
     *,
     max_host_bytes: int | str | None = None,
-) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]:
+) -> tuple[Any, ...]:
     """Return a context and a synchronization function that offload the activations of a sequential model.
 
     Each layer runs in the context, and its output goes through the function::
