@@ -218,12 +218,11 @@ class Separator:
 def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parts of a (host, device) pair that are copied one after another: one-dimensional views of both.
 
-    A pair is yielded whole if it has no more than `chunk` bytes, or if its elements do not lie in the same order
-    without gaps on both sides: such a copy needs kernels.
+    Both sides have their elements in the same order without gaps.  A pair of no more than `chunk` bytes is yielded as
+    it is.
     """
     count = -(-host.nbytes // chunk)
-    # Host memory has no gaps.
-    if count <= 1 or not (host.stride() == device.stride() or (host.is_contiguous() and device.is_contiguous())):
+    if count <= 1:
         yield host, device
         return
     total = host.numel()
