@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -44,15 +43,7 @@ class Limit(NamedTuple):
 
 
 def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: Limit) -> Reason | None:
-    """Return why a saved tensor is kept on the device, or None if it can be offloaded.
-
-    The cheap checks come first: most saved tensors of a model are small or parameters.
-    """
-    kind = type(tensor)
-    if kind is Parameter:
-        return Reason.PARAMETER
-    if kind is not torch.Tensor:
-        return _tied(tensor) or Reason.SUBCLASS
+    """Return why a saved tensor without a class of its own is kept on the device, or None if it can be offloaded."""
     count = tensor.numel()
     if count < limit.elements or count * tensor.itemsize < limit.nbytes:
         return Reason.SMALL
@@ -61,7 +52,7 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
     needs_gradient, base = tensor.requires_grad, base_of(tensor)
-    if (base is not None or needs_gradient) and (reason := _tied(tensor)) is not None:
+    if (base is not None or needs_gradient) and (reason := tied(tensor)) is not None:
         return reason
     # The local part of a DTensor parameter requires a gradient, as a view of what requires none.
     if not needs_gradient or (base is not None and not base.requires_grad):
@@ -79,7 +70,7 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
     return None
 
 
-def _tied(tensor: torch.Tensor) -> Reason | None:
+def tied(tensor: torch.Tensor) -> Reason | None:
     """Return why a tensor stays that the graph ties to a leaf: it is one, a view of one, or a parameter's cast."""
     base = base_of(tensor)
     # Without a graph, as in the forward of an autograd function, PyTorch makes views that seem to be leaves.
@@ -107,13 +98,17 @@ _Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
 
 
 class ModuleTensors:
-    """The parameters and buffers of the modules that run in one layer, by the address of their storage."""
+    """The parameters and buffers of the modules that run in one layer, by the address of their storage.
 
-    __slots__ = ("_entered", "_places")
+    For a group of a model they are those of the model, and those that the group got from a sharding wrapper meanwhile.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_entered", "_group", "_model", "_places")
+
+    def __init__(self, group: Module | None = None, model: ModelTensors | None = None) -> None:
         self._entered: dict[Module, None] = {}  # since the last question
         self._places: dict[int, _Place] = {}
+        self._group, self._model = group, model
 
     def enter(self, module: Module) -> None:
         """Note that the forward of a module begins, or that it gets another parameter or buffer."""
@@ -123,9 +118,15 @@ class ModuleTensors:
         """Drop the references to the modules; the layer has ended."""
         self._entered.clear()
         self._places.clear()
+        self._group = None
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if no module owns it."""
+        if self._model is not None:
+            found = self._model.reason(key)
+            if found is not None or not self._model.sharded or self._group is None:
+                return found
+            self.enter(self._group)  # modules in it may have got their parameters since the last question
         if self._entered:
             # A sharding wrapper replaces parameters in a hook before the forward of its module, those of inner modules
             # too.  So the tables of a module are read again each time that it has been entered.
@@ -296,30 +297,6 @@ class ModelTensors:
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
 
 
-class GroupTensors(ModuleTensors):
-    """The parameters and buffers of the model, and those that a group of it got from a sharding wrapper meanwhile."""
-
-    __slots__ = ("_group", "_model")
-
-    def __init__(self, group: Module | None, model: ModelTensors) -> None:
-        super().__init__()
-        self._group = group
-        self._model = model
-
-    def forget(self) -> None:
-        """Drop the references to the modules; the group has ended."""
-        super().forget()
-        self._group = None
-
-    def reason(self, key: int) -> Reason | None:
-        """Return why the storage at an address is kept, or None if neither owns it."""
-        found = self._model.reason(key)
-        if found is not None or not self._model.sharded or self._group is None:
-            return found
-        self.enter(self._group)  # modules in it may have got their parameters since the last question
-        return super().reason(key)
-
-
 # Marks of the program
 
 
@@ -337,24 +314,20 @@ class StorageRef:
         return storage_expired(self._resources.weak)
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
+class Final(StorageRef):
     """A storage was final at an event."""
 
-    storage: StorageRef
-    version: int
-    event: StreamEvent
-    captured: bool
-    whole: bool
-    wrappers: Wrappers = ()
+    __slots__ = ("captured", "event", "version", "whole", "wrappers")
 
-    @property
-    def expired(self) -> bool:
-        """Whether the memory is freed."""
-        return self.storage.expired
+    def __init__(
+        self, tensor: torch.Tensor, event: StreamEvent, captured: bool, *, whole: bool, wrappers: Wrappers = ()
+    ) -> None:
+        super().__init__(tensor.untyped_storage())
+        self.version = version_of(tensor)
+        self.event, self.captured, self.whole, self.wrappers = event, captured, whole, wrappers
 
 
-M = TypeVar("M", StorageRef, Final)
+M = TypeVar("M", bound=StorageRef)
 _marks_lock = threading.Lock()
 
 
@@ -383,16 +356,6 @@ def mark_kept(tensor: torch.Tensor) -> None:
     """Note that a tensor's storage stays on the device."""
     storage = tensor.untyped_storage()
     kept.add(storage, StorageRef(storage))  # [keep: address of a marked storage]
-
-
-def mark_final(
-    tensor: torch.Tensor, event: StreamEvent, captured: bool, *, whole: bool, wrappers: Wrappers = ()
-) -> None:
-    """Note that a tensor's storage is final after an event, unless one of the wrappers around it is changed."""
-    storage = tensor.untyped_storage()
-    # [keep: address of a final storage]
-    note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
-    finals.add(storage, note)
 
 
 def mark_not_offload(*tensors: Any) -> None:
@@ -452,7 +415,8 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
             if backend.checks:
                 backend.saved(tensor, stream)
             event = backend.record(stream)
-            mark_final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
+            note = Final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
+            finals.add(tensor.untyped_storage(), note)  # [keep: address of a final storage]
 
 
 def _checked(values: Iterable[Any], name: str) -> list[Any]:

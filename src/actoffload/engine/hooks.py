@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -32,12 +33,12 @@ from .._torch.tensors import address, base_of, next_node, saved_as_input, storag
 from .._warnings import explain
 from ..device.base import StreamPosition
 from ..schedule.plan import OUTSIDE, Plan
-from .eligibility import finals, mark_kept, stays, take_final
+from .eligibility import finals, mark_kept, stays, take_final, tied
 from .engine import Engine
 from .layer import Kept, Layer, keep, queue_copies
 from .layout import View
 from .statistics import Reason
-from .storage import Owner, Residency, SavedStorage, SavedView
+from .storage import Residency, SavedStorage
 from .transfer import COMPUTE, PassDevice
 
 # Packing
@@ -46,12 +47,9 @@ STRIDED = torch.strided
 SHARERS = 2
 """Number of layers that may save a storage which is offloaded."""
 
-Saved: TypeAlias = Kept | SavedView | Compound  # what autograd holds in place of a tensor
-Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
-
-class PassState(Owner, Protocol):
-    """What a `Packer` uses of a pass."""
+class PassState(Protocol):
+    """What the hooks use of a pass."""
 
     engine: Engine
     registry: StorageRegistry
@@ -59,6 +57,38 @@ class PassState(Owner, Protocol):
 
     def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor while `layer` is the current one."""
+
+    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that a layer saved, on the device."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SavedView:
+    """A saved tensor on a storage that may be offloaded."""
+
+    owner: PassState  # the packer of a model drops its own reference
+    index: int
+    storage: SavedStorage
+    view: View
+    probe: torch.Tensor
+    token: object
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # [keep: host copy]
+        # [keep: resident tensor]
+        # [keep: pass of a tensor]
+        self.version = version_of(self.probe)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, for autograd; reload it if that has not happened yet."""
+        if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
+            raise changed(self.probe, self.view.size, self.version)
+        return self.owner.fetch(self.index, self.storage, self.view, self.probe)
+
+
+Saved: TypeAlias = Kept | SavedView | Compound  # what autograd holds in place of a tensor
+Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
 class Packer:
@@ -103,7 +133,7 @@ class Packer:
         if kind is Parameter:
             reason: Reason | None = Reason.PARAMETER
         elif kind is not torch.Tensor:
-            reason = stays(tensor, self._engine.backend, self._owned, self._limit)
+            reason = tied(tensor) or Reason.SUBCLASS
             if reason is Reason.SUBCLASS and is_compound(tensor):
                 packed = self._pack_parts(tensor)
                 if packed is not None:

@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -330,38 +330,3 @@ class StorageInFlight(SavedStorage):
 
 SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, StorageInFlight
 opaque(StorageInFlight.__del__)
-
-
-# What autograd holds
-
-
-class Owner(Protocol):
-    """The pass of a saved tensor."""
-
-    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that a layer saved, on the device."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class SavedView:
-    """A saved tensor on a storage that may be offloaded."""
-
-    owner: Owner  # the packer of a model drops its own reference
-    index: int
-    storage: SavedStorage
-    view: View
-    probe: torch.Tensor
-    token: object
-    version: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        # [keep: host copy]
-        # [keep: resident tensor]
-        # [keep: pass of a tensor]
-        self.version = version_of(self.probe)
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor, for autograd; reload it if that has not happened yet."""
-        if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
-            raise changed(self.probe, self.view.size, self.version)
-        return self.owner.fetch(self.index, self.storage, self.view, self.probe)

@@ -23,7 +23,7 @@ from .._torch.tensors import (
     saved_tensor_hooks_disabled,
 )
 from .._warnings import explainers, warn
-from ..engine.eligibility import GroupTensors, ModelTensors, running
+from ..engine.eligibility import ModelTensors, ModuleTensors, running
 from ..engine.hooks import Packer, unpack
 from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
@@ -131,7 +131,7 @@ class Tracker:
         if followed.role is GROUP:
             assert thread.current is not None
             assert thread.owned is not None
-            owned = GroupTensors(followed.module, thread.owned)
+            owned = ModuleTensors(followed.module, thread.owned)
             call.layer = thread.current.group_start(followed.group, leaves((args, kwargs)), owned)
         self._resume()
         return None if call.layer is None else self._replay(call, call.layer, args, kwargs)
@@ -171,7 +171,7 @@ class Tracker:
             for message in lost_modules(self._state.modules):
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
-            order, owned = ExecutionOrder(settings.order), GroupTensors(None, thread.owned)
+            order, owned = ExecutionOrder(settings.order), ModuleTensors(None, thread.owned)
             current = ModelPass(self._engine, order, settings.plan_for, owned, partly=settings.scoped)
             if settings.begun is not None:
                 settings.begun(current)
