@@ -252,11 +252,6 @@ def test_compiled_autograd_has_the_flag_that_is_read() -> None:
 
 
 def test_modules_are_called_by_the_functions_that_are_looked_for() -> None:
-    seen = []
-    layer = Linear(2, 2)
-    layer.register_forward_hook(lambda *_: seen.append(modules.current_module()))
-    layer(torch.ones(1, 2))
-    assert seen[0]() is layer
     of_torch = {code.co_qualname for code in modules.CALLS if not code.co_filename.startswith(str(SOURCES))}
     assert of_torch == {"Module._call_impl", "Module._wrapped_call_impl"}
     assert set(modules.CALL_VARIABLES) <= {

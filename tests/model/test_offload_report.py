@@ -8,7 +8,6 @@ import torch
 from helpers import no_gc
 from torch import nn
 from whole_model import (
-    ROWS,
     UNIT,
     WIDTH,
     Caching,
@@ -238,14 +237,6 @@ def test_an_input_that_the_caller_holds_is_named_only_if_it_is_large(count, said
     assert report.r < 1.0
     assert (name in said(report)) is said_so  # an eighth, or less than a twentieth of all
     assert said(report).startswith("Nothing to change") is not said_so
-
-
-def test_the_modules_that_save_outside_are_named():
-    _, report = reported(Transformer(5), layers="*.attention", record=True)
-    assert sum(report.outside_modules.values()) == report.outside[Reason.OUTSIDE][1]
-    assert report.outside_modules["norm"] == UNIT + 2 * ROWS * 4
-    assert report.outside_modules["blocks.*.norm1"] == 5 * report.outside_modules["norm"]
-    assert "`blocks.*.norm1` (10.6 KiB), `blocks.*.norm2` (10.6 KiB) save the most" in said(report)
 
 
 # Recording

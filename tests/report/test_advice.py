@@ -114,19 +114,6 @@ def test_a_full_host_is_always_named_with_the_missing_bytes():
     )  # more than any limit with 106 held
 
 
-def test_what_is_saved_outside_names_the_module_to_choose():
-    outside = {Reason.OUTSIDE: (3, 400 * MIB)}
-    modules = {"tail": MIB, "head": 190 * MIB, "layers.*.norm": 170 * MIB, "*.b": 40 * MIB}
-    named = only(advise(report(outside=outside, outside_modules=modules)))
-    assert_has(named, "`head` (190.0 MiB), `layers.*.norm` (170.0 MiB), `*.b` (40.0 MiB) save the most", "with layers")
-    assert_has(only(advise(report(outside=outside))), "record a step with handle.recording()", "modules")
-    assert_has(only(advise(report(outside=outside, step_passes=1))), "the code of the model itself")
-    few = {"head": 40 * MIB}  # most is saved in no module, so none that is chosen could help
-    assert_has(
-        only(advise(report(outside=outside, outside_modules=few, step_passes=1))), "the code of the model itself"
-    )
-
-
 # Not freed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, TypeVar
 
 from torch.nn import Module
@@ -101,18 +100,6 @@ CALLS = {method.__code__ for name in ("_call_impl", "_wrapped_call_impl") if (me
 
 CALL_VARIABLES = {"args": "input", "kwargs": "input", "result": "output"}
 """Local variables of `CALLS` for what a module is called with and what it returns."""
-
-_call = getattr(getattr(Module, "_call_impl", None), "__code__", None)
-
-
-def current_module() -> weakref.ref[Module] | None:
-    """Return the innermost module whose forward runs in this thread, if any."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and _call is not None:
-        if frame.f_code is _call:
-            return weakref.ref(frame.f_locals["self"])
-        frame = frame.f_back
-    return None
 
 
 # Compiled code

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch.modules import NOT_COMPILED, current_module, in_compiled_backward, opaque
+from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.subclasses import (
     Compound,
     Wrappers,
@@ -253,8 +253,6 @@ class StorageRegistry:
                 self.storages[key] = ref = storage.resources
             if index not in storage.layers:
                 layer.storages.append(ref)
-                if index == OUTSIDE and self._engine.recorder is not None:
-                    layer.modules.append((ref, current_module()))
                 storage.layers[index] = storage.residency is Residency.HOST
                 if len(storage.layers) > 1:
                     self._count_shared(storage, stays, plan)

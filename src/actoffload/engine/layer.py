@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from .._torch.modules import NOT_COMPILED, opaque
 from .._torch.tensors import saved_as_input, version_of
@@ -78,8 +78,6 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
-        # Of the layer of what is saved in no layer: in which modules; filled while a step is recorded.
-        self.modules: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self.waiting: list[weakref.ref[SavedStorage]] = []  # their copies are queued together, see `Backend.batch`
         self.waiting_bytes = 0
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.

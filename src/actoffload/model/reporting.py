@@ -14,7 +14,6 @@ from ..device.base import Backend
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..report.build import on_device
-from ..report.report import GroupReport
 from ..schedule.plan import Plan
 from .follow import GROUP, KEPT, FollowedModule, ModelState
 from .steering import Steering
@@ -43,20 +42,15 @@ def describe(state: ModelState, plan: Plan, condition: str) -> str:
 def coverage_warning(state: ModelState) -> str | None:
     """Return a warning if the groups cover less than half of what the latest forward saved, else None."""
     latest = state.log.full
-    if latest is None:
-        return None
-    outside = dict(latest.report.outside or {})
-    outside.pop(Reason.KEPT, None)
-    covered = latest.report.totals.activation_bytes
-    saved = covered + GroupReport("outside", kept=outside).activation_bytes
-    if 2 * covered >= saved:
+    coverage = None if latest is None else latest.report.coverage
+    if latest is None or coverage is None or coverage >= 0.5:
         return None
     skipped = [group.name for group in state.groups if group.name not in latest.names]
     because = "it is saved by the code of the model's own forward or by gradients in it."
     if skipped:
         because = f"{fold_names(skipped)} were not called. If the model uses them by a method, call `block(x)`."
     return (
-        f"The groups of this {state.root.name} cover {covered / saved:.0%} of what its forward saves. The rest is "
+        f"The groups of this {state.root.name} cover {coverage:.0%} of what its forward saves. The rest is "
         f"kept, because {because}"
     )
 

@@ -205,14 +205,13 @@ def plan_pipeline(
         layers = ranks.pipeline.layers[number]
         costs = {stage: ranks.pipeline.times[stage].cost for stage in layers}
         groups = [group for cost in costs.values() for group in cost.groups]
-        titles = {stage: map(str, range(len(mine))) for stage, mine in layers.items()}
         taken = {stage: [way.saves for way in ranks.taken(stage)] for stage in layers}
         saves = [each for stage, mine in layers.items() for each in taken[stage] or [None] * len(mine)]
         plans.append(
             Plan(
                 len(groups),
                 placement.steps(),
-                names=tuple(name for stage in layers for name in (names or titles).get(stage, titles[stage])),
+                names=() if names is None else tuple(name for stage in layers for name in names[stage]),
                 nbytes=tuple(group.nbytes for group in groups),
                 saves=tuple(saves) if any(each is not None for each in saves) else (),
                 rank=number,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from .._text import fold, fold_names, milliseconds, name_pattern, percent, size
+from .._text import fold, fold_names, milliseconds, percent, size
 from .._torch.tensors import address
 from ..engine.eligibility import StorageRef
 from ..engine.engine import Engine
@@ -36,7 +36,6 @@ class PassStatistics(NamedTuple):
     report: Report  # what the forward did, with each call of a group by itself, and without holders of what is held
     layers: tuple[Layer, ...]  # the state of each call, which backward changes
     held: tuple[tuple[int, StorageRef], ...]  # address of each storage that is held; none other gets it meanwhile
-    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...] = ()  # bytes and module, a storage; only while recording
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,12 +78,9 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
         more: dict[str, Any] = {**numbers, "kept": add_amounts(kept), "recomputed": layer.recomputed is not None}
         groups.append(GroupReport(name, kind, calls_offloaded=int(offloaded), **more))
     report = Report(tuple(groups), held=tuple(held), expected_bytes=expected, dropped_bytes=freed)
-    if not isinstance(done, ModelPass):
-        return PassStatistics(report, tuple(done.layers), tuple(memories))
-    report = replace(report, outside=add_amounts([done.kept_outside]))
-    refs = ((ref(), module) for ref, module in done.between.modules)
-    saved_outside = tuple((s.nbytes, module) for s, module in refs if s and module and OUTSIDE in s.layers)
-    return PassStatistics(report, tuple(done.layers), tuple(memories), saved_outside)
+    if isinstance(done, ModelPass):
+        report = replace(report, outside=add_amounts([done.kept_outside]))
+    return PassStatistics(report, tuple(done.layers), tuple(memories))
 
 
 def on_device(layer: Layer) -> int:
@@ -169,7 +165,6 @@ class Recording:
     modules: Callable[[], Mapping[Module, str]]  # of a model, with their names
     passes: int = 0
     names: tuple[str, ...] = ()  # of the groups as they run
-    outside: dict[str, int] = field(default_factory=dict)
     held: tuple[HeldStorage, ...] = ()
     holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
 
@@ -177,15 +172,10 @@ class Recording:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
         self.names = latest.names
-        modules, outside = self.modules(), Counter[str]()
-        for nbytes, ref in latest.saved_outside:
-            if (module := ref()) is not None and (name := modules.get(module)):  # the model itself has no name
-                outside[name_pattern(name)] += nbytes
-        self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
         self.held, addresses = latest.report.held, [address for address, _ in latest.held]
         if self.held:  # in few steps: the search takes a tenth of a second or more
             with self.recorder.apart():
-                found = find_all_holders(addresses, modules)
+                found = find_all_holders(addresses, self.modules())
             self.holders = [found[address] for address in addresses]
 
 
@@ -234,7 +224,7 @@ def build(
         seconds = seconds_by_layer(step, len(latest.layers))
         # The end of the recording notes the resident bytes last.
         ends = step.end, *(at for at, _ in step.resident[-1:]), 0.0
-        more |= {"outside_modules": recording.outside, "step_seconds": max(ends), "step_passes": recording.passes}
+        more |= {"step_seconds": max(ends), "step_passes": recording.passes}
         more["times"] = more.get("times", True) and step.source != "reference device"
     rows = []
     for layer, row, times in zip(latest.layers, latest.report.groups, seconds, strict=False):
@@ -278,7 +268,6 @@ TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is report
 SLOW = 0.01  # of a pass: estimates are no better
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
-HALF = 0.5  # of what is saved outside of the groups
 
 # Always kept, or as the program asks, or on another device, where they take no memory of this one.
 IN_ORDER = WEIGHTS | {Reason.KEPT, Reason.DEVICE, Reason.SHARED}
@@ -368,18 +357,11 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 
 
 def _outside(report: Report) -> Iterator[Advice]:
-    """Advise on what no group saves: which modules save most of it."""
+    """Advise on what no group saves."""
     count, nbytes = (report.outside or {}).get(Reason.OUTSIDE, (0, 0))
-    if nbytes < LARGE * report.activation_bytes:
-        return
-    do = f"record a step with {report.record} to find the modules that save them"
-    if sum((modules := report.outside_modules).values()) >= HALF * nbytes:
-        largest = sorted(modules, key=lambda name: (-modules[name], name))[:3]
-        most_of_it = ", ".join(f"`{name}` ({size(modules[name])})" for name in largest)
-        do = f"{most_of_it} save the most; choose these modules, or ones around them, with layers"
-    elif report.step_passes:
-        do = "they are saved in no call of a module, but by the code of the model itself"
-    yield nbytes, f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: {do}."
+    if nbytes >= LARGE * report.activation_bytes:
+        do = "choose the modules that save them, or ones around them, with layers"
+        yield nbytes, f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: {do}."
 
 
 # What is not freed

@@ -130,8 +130,6 @@ class Report:
         Groups in execution order.  Of a pipeline, each of them with all microbatches, and its stage as the kind.
     outside : mapping of Reason to (int, int), or None
         What was saved outside of the groups and kept: number of tensors and bytes, by reason; None if not known.
-    outside_modules : mapping of str to int
-        Bytes of it by the name of the innermost module, with ``*`` for numbers, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
     peak_resident_bytes : int
@@ -163,7 +161,6 @@ class Report:
 
     groups: tuple[GroupReport, ...] = ()
     outside: Amounts | None = None
-    outside_modules: Mapping[str, int] = field(default_factory=dict)
     passes: int = 0
     peak_resident_bytes: int = 0
     host_bytes: int = 0
