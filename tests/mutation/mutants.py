@@ -47,14 +47,14 @@ INSTEAD: dict[str, str] = {
         "self.probe.data = torch.empty(0, dtype=self.probe.dtype)"
     ),
     "keep: pass of a tensor": f"self.version = version_of(self.probe); self.owner = {WEAK.format('self.owner')}",
-    "keep: source until copied": "pass",
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": ("kept.add(storage, __import__('types').SimpleNamespace(expired=False))"),
     "keep: address of a final storage": (
-        "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
+        "finals.add(tensor.untyped_storage(), __import__('types').SimpleNamespace(expired=False, version=note.version, "
+        "event=event, captured=note.captured, whole=note.whole, wrappers=wrappers))"
     ),
     "keep: host memory": (
-        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, whole, self._fence)"
+        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, self._fence)"
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",

@@ -14,6 +14,7 @@ from ..device.base import Backend
 from ..schedule.plan import Plan
 from . import eligibility
 from .eligibility import Limit
+from .host_pool import HostPool
 from .statistics import Counters, Statistics, TimelineRecorder
 from .transfer import Transfers
 
@@ -60,10 +61,14 @@ class Engine:
         for transfers in list(self._transfers.values()):
             transfers.recorder = recorder
 
+    @property
+    def _pools(self) -> list[HostPool]:
+        return [transfers.pool for transfers in self._transfers.values()]
+
     def statistics(self) -> Statistics:
         """Return a snapshot of the counters, with the host memory of all devices."""
         with self.lock:
-            pools = [transfers.pool for transfers in self._transfers.values()]
+            pools = self._pools
             for pool in pools:
                 pool.settle()
             return self.counters.snapshot(
@@ -75,7 +80,7 @@ class Engine:
     def host_room(self) -> int | None:
         """Return the bytes of host memory that saved tensors may use, with those that are held; None if not known."""
         with self.lock:
-            pools = [transfers.pool for transfers in self._transfers.values()]
+            pools = self._pools
             held, more = sum(pool.bytes_held for pool in pools), self.backend.host_room()
             if any(pool.exhausted for pool in pools):
                 more = 0
@@ -96,14 +101,13 @@ class Engine:
         """
         with self.lock:
             self.doubling = False
-            pools = [transfers.pool for transfers in self._transfers.values()]
-            return sum(pool.fit(nbytes, grow=len(pools) == 1) for pool in pools)
+            return sum(pool.fit(nbytes, grow=len(self._transfers) == 1) for pool in self._pools)
 
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""
         with self.lock:
-            for transfers in self._transfers.values():
-                transfers.pool.close()
+            for pool in self._pools:
+                pool.close()
 
     def warn_once(self, refusal: str) -> None:
         """Warn, the first time, that a tensor is kept because there is no host memory for it."""

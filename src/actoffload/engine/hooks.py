@@ -114,15 +114,11 @@ class Packer:
     def take_aside(self, pack: Pack) -> None:
         """Call another function for what is saved from here on."""
         self._aside = pack
-        if hasattr(self, "_token"):  # not so after an interrupt between these lines
-            del self._token  # a layer that has ended lives as long as its graph
+        self.__dict__.pop("_token", None)  # a layer that has ended lives as long as its graph
 
     def end(self) -> None:
         """Drop the references to the pass; its forward has ended."""
-        self.take_aside(_ended)
-        for name in ("_owner", "_layer", "_registry"):
-            if hasattr(self, name):
-                delattr(self, name)
+        self.__dict__ = {"_aside": _ended}
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in place of a tensor."""

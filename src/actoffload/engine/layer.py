@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -285,15 +286,12 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
     backend = transfers.backend
     taken = 0
     try:
-        if backend.current_stream(transfers.device) == stream:  # [guard: stream of the allocation -> True]
+        # [guard: stream of the allocation -> True]
+        current = backend.current_stream(transfers.device) == stream
+        with nullcontext() if current else backend.on(stream):
             for storage in group:
                 storage.allocate()
                 taken += 1
-        else:
-            with backend.on(stream):
-                for storage in group:
-                    storage.allocate()
-                    taken += 1
     finally:
         if taken:
             captured = backend.capturing()

@@ -61,19 +61,16 @@ class SavedStorage:
     copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
     _probes: Sequence[torch.Tensor] = ()
     _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
-    _source: torch.UntypedStorage | None = None
     _host: HostBuffer | None = None  # as large as the storage
     _buffer: torch.Tensor | None = None  # the device memory into which it is reloaded, as large too
     _clean: int = 0  # version of the buffer when it was reloaded
     _copied_in: StreamPosition | None = None
-    _awaited: bool = True  # the compute stream has waited for `_copied_in`
-    _users: Sequence[Stream] = ()  # other streams that have
+    _users: Sequence[Stream] = ()  # other streams that have waited for `_copied_in`
 
     at_rest: ClassVar[type[SavedStorage]]
     in_flight: ClassVar[type[SavedStorage]]  # has a finalizer: see [Note: finalizers]
 
     def __post_init__(self, memory: torch.UntypedStorage) -> None:
-        self._source = memory  # [keep: source until copied]
         device = self.pass_device
         weak = storage_weakref(memory)  # [keep: address of the storage]
         self.resources = Resources.of(self, weak, device.counters.freed, device.transfers.pool.returned)
@@ -113,9 +110,10 @@ class SavedStorage:
 
         Views that cover little of their stretch wait until the layer has `ended`: others may cover the rest.
         """
-        if self._source is None:
+        if not self._probes:
             return None
-        if self._source.nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
+        first = self._probes[0]
+        if first.untyped_storage().nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
             self.pinned = True
             self.pass_device.counters.keep(Reason.FREED, self.nbytes)
             return None
@@ -138,18 +136,17 @@ class SavedStorage:
                 self.refused = pool.refusal
                 return None
         host.captured = host.captured or captured
-        pairs = self._pairs(self._probes[0], self._source, stretches)
         self.__class__ = self.in_flight
-        return CopyOut(pairs, host, self.stream, ready, stretches)
+        return CopyOut(self._pairs(first, stretches), host, self.stream, ready, stretches)
 
-    def _pairs(self, tensor: torch.Tensor, memory: torch.UntypedStorage, stretches: Sequence[Stretch]) -> Pairs:
-        """Return the parts of a transfer of some stretches; `tensor` fills the memory if the storage is plain."""
+    def _pairs(self, tensor: torch.Tensor, stretches: Sequence[Stretch]) -> Pairs:
+        """Return the parts of a transfer of some stretches of the memory of a tensor, which fills it if it is plain."""
         host, plain = self._host, self.plain
         assert host is not None
         typed = None if plain is None else host.typed((plain.dtype, plain.size, plain.stride))
         if typed is not None:
             return ((typed, tensor),)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        memory, pairs = tensor.untyped_storage(), list[tuple[torch.Tensor, torch.Tensor]]()
         for start, stop in stretches:
             place = 0
             for part in host.parts:
@@ -204,7 +201,6 @@ class SavedStorage:
         for probe in self._probes:  # [guard: data of aliases]
             drop_data(probe)
         self._probes = ()
-        self._source = None
         self.copied_out = None
         self.residency = Residency.HOST
         self.__class__ = self.at_rest
@@ -229,16 +225,14 @@ class SavedStorage:
         else:
             self._buffer = empty((self.nbytes,), (1,), torch.uint8, transfers.device)
         self.residency = Residency.RELOADED
-        self._awaited = False
         self._users = ()
         self.__class__ = self.in_flight
         device.counters.rise(self.nbytes, self.resources)
 
     def pairs_to_reload(self) -> Pairs:
         """Return what is copied into the memory of `allocate`."""
-        buffer = self._buffer
-        assert buffer is not None
-        return self._pairs(buffer, buffer.untyped_storage(), self.copied)
+        assert self._buffer is not None
+        return self._pairs(self._buffer, self.copied)
 
     def reload_queued(self, copied_in: StreamPosition) -> None:
         """Note that these copies are queued, and what comes after them."""
@@ -264,10 +258,9 @@ class SavedStorage:
             # [guard: streams that waited]
             self._users = (*self._users, current)
             self.__class__ = self.in_flight
-        elif not self._awaited:
+        elif self.resources.in_flight is not None:
             # [wait: use on the compute stream for the copy in]
             transfers.use(current, copied_in, layer, captured, self.nbytes)
-            self._awaited = True
             self.resources.in_flight = None
             if not self._users:
                 self.__class__ = self.at_rest
@@ -286,10 +279,9 @@ class SavedStorage:
 
     def _free_buffers(self) -> None:
         transfers = self.pass_device.transfers
-        if not self._awaited and self._copied_in is not None:
+        if self.resources.in_flight is not None and self._copied_in is not None:
             # [wait: dropping for a copy in without a use]
             transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
-            self._awaited = True
         for user in self._users:
             position = transfers.position(user)
             # [wait: dropping for use on another stream]
