@@ -102,6 +102,19 @@ def test_weights_from_outside_that_functional_call_puts_in_a_module(kind, policy
     check(lambda: Net(Fast), use, policy=policy, fraction=fraction)
 
 
+@ways
+def test_other_weights_in_each_call_of_the_model(policy, fraction):
+    def use(model):
+        found = []
+        for k in range(STEPS):
+            weights = {name: weight * (1.0 + 0.1 * k) for name, weight in model.named_parameters()}
+            functional_call(model, weights, (batch(k),)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
+
+
 # Between steps
 
 

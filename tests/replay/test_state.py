@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +11,6 @@ from recomputing import WIDTH, Mlp, Net, batch, check, policies, train, ways
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from actoffload import offload
 
 
 class Normed(nn.Module):
@@ -203,14 +200,3 @@ def test_saved_tensor_hooks_of_the_program(policy, around):
                 return block(x)
 
     check((lambda: Around(Mlp)) if around else (lambda: Net(Hooked)), policy=policy, freed=0.0 if around else None)
-
-
-def test_a_group_is_kept_in_functional_call_and_the_plan_says_why():
-    """Other weights in each call would have it traced and proven in each."""
-    model = Net().to(helpers.PLACE)
-    handle = offload(model, layers="blocks.?", recompute=True, fraction=0.0, min_bytes=1)
-    others = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
-    torch.func.functional_call(model, others, (batch(0),)).square().sum().backward()
-    assert "Not recomputed, because they are called with other parameters" in str(handle.plan)
-    train(model, 1)
-    assert "Not recomputed" not in str(handle.plan)

@@ -1,10 +1,9 @@
 """Saved tensors made of several plain ones, and the version counters by which in-place edits are caught.
 
-Each part is offloaded by itself, the whole is rebuilt.  A subclass without operators of its own, as
-MONAI's, has one part, itself as a plain tensor.  For others two conventions say what a tensor is made of.  PyTorch's
-traceable wrappers have ``__tensor_flatten__`` and ``__tensor_unflatten__`` (`torch.utils._python_dispatch`): DTensor,
-jagged nested tensors, torchao's tensors.  Transformer Engine's quantized tensors have ``prepare_for_saving``,
-``restore_from_saved`` and ``get_data_tensors``.
+Each part is offloaded by itself, the whole is rebuilt.  A subclass without operators of its own, as MONAI's, has one
+part, itself as a plain tensor.  PyTorch's traceable wrappers, such as DTensor, have ``__tensor_flatten__`` and
+``__tensor_unflatten__``; Transformer Engine's quantized tensors have ``prepare_for_saving``, ``restore_from_saved`` and
+``get_data_tensors``.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def version_in(tensor: torch.Tensor) -> WrapperVersion:
 
 
 def unchanged(seen: Iterable[WrapperVersion]) -> bool:
-    """Whether none of some wrappers was changed since."""
+    """Return whether none of some wrappers was changed since."""
     return all(version_of(wrapper.counter) == version for wrapper, version in seen)
 
 
@@ -143,15 +142,10 @@ _Taken: TypeAlias = tuple[dict[Any, torch.Tensor], Callable[[dict[Any, torch.Ten
 """The parts of a tensor, and a function that makes the whole from them."""
 
 
-def take_apart(tensor: torch.Tensor) -> _Taken | None:
+def take_apart(tensor: Any) -> _Taken | None:
     """Take a compound tensor apart; return None if that is not possible."""
-    if _flattens(type(tensor)):
-        return _take_flat(tensor)
-    return _take_shell(tensor) if _gives_parts(tensor) else _take_dressed(tensor)
-
-
-def _take_flat(tensor: Any) -> _Taken | None:
-    """Take a traceable wrapper apart."""
+    if not _flattens(type(tensor)):
+        return _take_shell(tensor) if _gives_parts(tensor) else _take_dressed(tensor)
     try:
         inner, context = _flatten(tensor)
     except NotImplementedError:
@@ -234,41 +228,26 @@ def has_parts(thing: object) -> bool:
 
 def plain_parts(thing: Any) -> list[torch.Tensor]:
     """Return the plain tensors that hold the data of a tensor or an object; a plain tensor itself."""
-    return [part for part, _ in _walk(thing, None)]
+    return [part for part, _ in parts_of(thing, to_save=False)]
 
 
-def parts_to_save(thing: Any) -> Iterator[tuple[torch.Tensor, Wrappers]]:
-    """Yield the plain tensors that are saved when a tensor or an object is, each with the wrappers around it.
-
-    An object with `prepare_for_saving` is taken apart and restored at once.
-    """
-    return _walk(thing, ())
-
-
-def _walk(thing: Any, wrappers: Wrappers | None) -> Iterator[tuple[torch.Tensor, Wrappers]]:
-    inside = _inside(thing, to_save=wrappers is not None)
-    if inside is None:
+def parts_of(thing: Any, wrappers: Wrappers = (), *, to_save: bool = True) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+    """Yield the plain tensors of a tensor or an object, those that are saved with it, with the wrappers around each."""
+    kind, parts = type(thing), None
+    if kind is not torch.Tensor and kind is not Parameter:
+        if _flattens(kind):
+            parts = [part for part in _flatten(thing)[0].values() if isinstance(part, torch.Tensor)]
+        elif to_save and _gives_parts(thing):
+            parts, shell = thing.prepare_for_saving()
+            shell.restore_from_saved(list(parts))
+        elif hasattr(thing, "get_data_tensors"):
+            parts = thing.get_data_tensors()
+            parts = [parts] if isinstance(parts, torch.Tensor) else parts
+    if parts is None:
         if isinstance(thing, torch.Tensor):
-            yield thing, wrappers or ()
+            yield thing, wrappers
         return
-    if wrappers is not None and isinstance(thing, torch.Tensor):
+    if to_save and isinstance(thing, torch.Tensor):
         wrappers = (*wrappers, version_in(thing))
-    for part in inside:
-        yield from _walk(part, wrappers)
-
-
-def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:
-    """Return what something is made of; None if it is not made of anything."""
-    kind = type(thing)
-    if kind is torch.Tensor or kind is Parameter:
-        return None
-    if _flattens(kind):
-        return [part for part in _flatten(thing)[0].values() if isinstance(part, torch.Tensor)]
-    if to_save and _gives_parts(thing):
-        parts, shell = thing.prepare_for_saving()
-        shell.restore_from_saved(list(parts))
-    elif hasattr(thing, "get_data_tensors"):
-        parts = thing.get_data_tensors()
-    else:
-        return None
-    return [parts] if isinstance(parts, torch.Tensor) else [part for part in parts if part is not None]
+    for part in parts:
+        yield from parts_of(part, wrappers, to_save=to_save)

@@ -17,7 +17,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from .._torch.modules import RESHARD, registered
-from .._torch.subclasses import Wrappers, has_parts, parts_to_save, plain_parts, unchanged
+from .._torch.subclasses import Wrappers, has_parts, parts_of, plain_parts, unchanged
 from .._torch.tensors import CASTS, address, base_of, is_freed, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
 from .host_pool import Resources
@@ -385,7 +385,7 @@ def mark_not_offload(*tensors: Any) -> None:
     >>> actoffload.mark_not_offload(hidden, hidden.t())
     """
     for value in _checked(tensors, "mark_not_offload"):
-        for tensor, _ in parts_to_save(value):
+        for tensor, _ in parts_of(value):
             if tensor.layout is torch.strided:  # others are kept anyway, and have no storage
                 mark_kept(tensor)
 
@@ -409,7 +409,7 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     if not is_cpu_offload_enabled():
         return
     backend = running.backends[-1]
-    for tensor, wrappers in (part for value in found for part in parts_to_save(value)):
+    for tensor, wrappers in (part for value in found for part in parts_of(value)):
         if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
             if backend.checks:

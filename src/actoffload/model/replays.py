@@ -7,8 +7,6 @@ and what closures refer to are in no key.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
@@ -21,7 +19,7 @@ from math import inf
 from numbers import Number
 from operator import attrgetter, is_
 from statistics import median
-from types import FrameType, MethodType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -58,15 +56,12 @@ from .follow import KEPT, FollowedModule
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because kept modules are inside of them"
 STATISTICS = "because compiled code would update running statistics twice"
-FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 TIMED = 3  # groups that do the same whose operators are timed
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
-
-_FUNCTIONAL = {inspect.unwrap(each.functional_call).__code__ for each in (torch.func, torch.nn.utils.stateless)}
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +156,6 @@ class Replays:
             following = FollowingCall(program, *common, compares_all=group == self._passes % self._count)
             following.kind = kind
             return following
-        if _in_functional_call():  # [guard: functional call]
-            self.refused[followed.name] = FUNCTIONAL
-            return None
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
         call = TracedCall(tracer, policy, self._min_bytes, *common, timer=timer)
         call.kind = kind
@@ -245,13 +237,6 @@ def _count_saved(
 
 for _function in (_run_again, _count_saved):
     opaque(_function, compile_callees=True)
-
-
-def _in_functional_call() -> bool:
-    frame: FrameType | None = sys._getframe(1)  # its own frame would refer to itself, and be kept by an interrupt
-    while frame is not None and frame.f_code not in _FUNCTIONAL:
-        frame = frame.f_back
-    return frame is not None
 
 
 # Keys of calls

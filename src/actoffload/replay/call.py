@@ -1,10 +1,9 @@
 """One call of a module whose values are dropped at its end and made again in backward.
 
-`[Note: a call]`  A call follows the program that an earlier one has left, or is traced and finds one, which is proven
-at its end.  A `Slot` holds a saved tensor that may be dropped; all else goes to the engine, which keeps or offloads it.
-A call that follows a program compares each saved tensor with the traced one.  Where a larger part of the module has
-ended, and at the end of the call, the slots are emptied if everything agreed.  If something differs, the engine gets
-what the slots hold, so nothing is lost.
+A call follows the program of an earlier one, or is traced and finds one, which is proven at its end.  A `Slot` holds a
+saved tensor that may be dropped; all else goes to the engine.  A call that follows a program compares each saved tensor
+with the traced one.  Where a larger part of the module has ended, and at the end of the call, the slots are emptied if
+everything agreed.  If something differs, the engine gets what the slots hold, so nothing is lost.
 
 `[Note: filled slots]`  Autograd alone refers to the slots, and they to the call: sources, and what was made again, live
 as long as the graph.  The first read of a part of the program makes all of it, and each slot gets its tensor.  Autograd
@@ -153,10 +152,8 @@ class Call:
     def _note_weights(self) -> None:
         """Note weights that are not noted yet, when the first part of what is made from them is dropped."""
         for value in self.program.weights.keys() - self._weights.keys():
-            self._note_weight(value, self._weight(self.program.weights[value]))
-
-    def _note_weight(self, value: int, tensor: Tensor) -> None:
-        self._weights[value] = tensor, version_of(tensor)
+            tensor = self._weight(self.program.weights[value])
+            self._weights[value] = tensor, version_of(tensor)
 
     def _weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""
@@ -277,7 +274,7 @@ class FollowingCall(Call):
         for value, weight in program.weights.items():
             tensor: Any = registered(self._modules[weight.module])[weight.table].get(weight.name)
             if type(tensor) in PLAIN:  # others are sharded, and gathered in the call
-                self._note_weight(value, tensor)  # [guard: weights where the call begins]
+                self._weights[value] = tensor, version_of(tensor)  # [guard: weights where the call begins]
         self._hold_inputs()
 
     def pack(self, tensor: Tensor) -> Any:

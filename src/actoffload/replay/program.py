@@ -1,12 +1,10 @@
 """The operators that make dropped values again, part by part, as backward needs them.
 
 `[Note: parts]`  What one module directly inside of the group saves is a part; by a policy that `holds`, a call that
-has ended is one.  Backward reads saved tensors in about the reverse of the order of saving.  The first read of a part
-makes all of it, so the MLP of a block is made again, used and freed before its attention is.  On the way values of
-other parts are made.  Of those, the ones that are expensive to make are *held* until no part is left that needs them:
-results of matrix products, attention and functions, and what takes more than `CHEAP` operators.  All else is freed at
-once, and made again with its own part.  A call that is one part runs each operator once, and takes more memory: an
-eighth to a fourth for a block of a Llama.
+has ended is one.  The first read of a part makes all of it, so the MLP of a block is made again, used and freed before
+its attention is.  Values of other parts that are made on the way are freed at once, and made again with their own part.
+Only those that are expensive to make are *held* until no part is left that needs them: results of matrix products,
+attention and functions, and what takes more than `CHEAP` operators.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Proof that values which are made again are the same, in all bits.
 
-`[Note: proof]`  In the first calls a program runs once right behind the call, and each value is compared with the real
-one.  Value by value: the real one is dropped when it was compared, and the other when nothing reads it any more, so it
-takes little more memory than the call.  A value that differs stays from then on.
-
-`[Note: samples]`  In later calls, values leave a sample of their bits: `ELEMENTS` at equal distances, of the values
-from which nothing else is made, and which therefore depend on all others.  In one group a pass it is a sum over all
-bits of every value.  The device compares the samples when the values are made again, without a synchronization, and an
-`Alarm` reads the result later.
+`[Note: samples]`  Behind a first call all values are made again and compared.  In later calls they leave a sample of
+their bits: `ELEMENTS` at equal distances, of the values from which nothing else is made, and which therefore depend on
+all others.  In one group a pass it is a sum over all bits of every value.  The device compares them when the values are
+made again, without a synchronization, and an `Alarm` reads the result later.
 """
 
 from __future__ import annotations
@@ -253,8 +249,7 @@ class Alarm:
                         "or a kernel that writes to memory unseen. The last gradients are wrong. Pass recompute=False, "
                         "or keep=[...] with the name of the module."
                     )
-        if self._unread and not reading:
-            self._read()
+        self._read()
 
     def _read(self) -> None:
         """Begin to read the results since the last time, unless some are still to come."""

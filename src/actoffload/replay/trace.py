@@ -1,9 +1,8 @@
 """What one call of a module computes: operators, the values that they make, and what autograd saves of them.
 
-`[Note: values]`  A *value* is the content of one storage, named by a number.  Tensors on it are *places*: a value with
-a type, size, stride and offset.  An operator that writes to a storage begins a new value, so a value never changes.
-Where it writes all of a value that nothing has saved, as ``relu_`` does behind a convolution, its counterpart that
-returns a new tensor makes the new value.
+`[Note: values]`  A *value* is the content of one storage.  Tensors on it are *places*.  An operator that writes to a
+storage begins a new value, so a value never changes.  Where it writes all of a value that nothing has saved, as
+``relu_`` does behind a convolution, its counterpart that returns a new tensor makes the new value.
 
 The *origin* of a value is the operator that returned its storage, an argument of the call or a weight of the module.
 What has none is only known where autograd saves it: random numbers of a CPU, results of factories such as ``empty``,
@@ -12,13 +11,11 @@ which a kernel that dispatch does not see may fill, and tensors from outside of 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
 Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
 
-`[Note: twins]`  Autocast casts the input of three projections three times, and autograd saves each result.  An operator
-that is called again with the same arguments makes the same value, so the program takes the first one in its place.
+`[Note: twins]`  Autocast casts the input of three projections three times.  An operator that is called again with the
+same arguments makes the same value, so the program takes the first one in its place.
 
-`[Note: random numbers]`  The generator of a GPU is a seed and an offset, the count of what was drawn.  An operator that
-begins at the same offset draws the same numbers.  So a trace notes how far behind the beginning of its call each
-operator drew, and a later call where it begins.  If that has drawn as many numbers, backward sets the generator to the
-place, and back.  The generator of a CPU is a state of 5 KiB that cannot be set forward, so its numbers stay.
+`[Note: random numbers]`  The generator of a GPU is a seed and an offset, which a trace notes for each operator that
+draws, from the beginning of its call.  The generator of a CPU cannot be set forward, so its numbers stay.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,12 +135,10 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def key_of(given: Any, twins: Mapping[int, int]) -> Any:
+def key_of(given: Any) -> Any:
     """Return arguments so that only the same ones are equal: 1 is not True, and 0.0 is not -0.0."""
-    if isinstance(given, Place):
-        return twins.get(given.value, given.value), given.view
-    if isinstance(given, (list, tuple)):
-        return type(given), *[key_of(each, twins) for each in given]
+    if isinstance(given, (list, tuple)) and not isinstance(given, Place):
+        return type(given), *map(key_of, given)
     return type(given), repr(given) if isinstance(given, (float, complex)) else given
 
 

@@ -90,8 +90,7 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def __init__(self, module: Module, inputs: Sequence[Tensor], policy: Policy, stream: Callable[[], Any]) -> None:
         super().__init__()
-        self._modules = list(module.modules())
-        self._names = {id(inner): name for name, inner in module.named_modules()}
+        self._modules = {inner: name for name, inner in module.named_modules()}
         self._policy, self._stream, self._at = policy, stream, stream()
         self._ids: dict[int, int] = {}  # values, by the address of the storage
         self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
@@ -99,7 +98,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._counts: defaultdict[str, count[int]] = defaultdict(count)
         self._function: _RunningFunction | None = None  # that runs now
         self._generated = False  # a function that PyTorch made for an operator runs
-        self._first: dict[Any, int] = {}  # values, by what makes them; see [Note: twins]
+        self._first: dict[Any, int] = {}  # values, by what makes them
         self._twins: dict[int, int] = {}  # the first of the values that are equal to others, by these
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
@@ -285,7 +284,8 @@ class Tracer(_Base):  # type: ignore[misc]
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
         if isinstance(given, Tensor):
             known = _is_plain(given) and _has_memory(given)
-            reads.append(self._value_of(given) if known else UNKNOWN)
+            value = self._value_of(given) if known else UNKNOWN
+            reads.append(self._twins.get(value, value))
             return Place(reads[-1], View.of(given)) if known else None
         if isinstance(given, (list, tuple)) and any(isinstance(each, (Tensor, list, tuple)) for each in given):
             return [self._with_places(each, reads) for each in given]
@@ -333,23 +333,22 @@ class Tracer(_Base):  # type: ignore[misc]
         made = [(place, value) for value, place in places.items() if self.values[value].origin is None]
         if not made:
             return
-        module = self._names.get(id(self._calls[-1]), "") if self._calls else ""
+        module = self._modules.get(self._calls[-1], "") if self._calls else ""
         node = Node(operator, name, args, kwargs, made, tuple(dict.fromkeys(reads)), module, self.segment, drawn)
         for _, value in made:
             self.values[value].origin = node
-        if drawn is None:  # [guard: operators that draw -> True]
-            self._read_twin(node)
         self.nodes.append(node)
-
-    def _read_twin(self, node: Node) -> None:
-        """Let a node return the value that an earlier one has made of the same; see [Note: twins]."""
-        (place, value), *others = node.made
-        view = self.values[value].view
-        if isinstance(node.operator, FunctionCall) or place or others or view is None:
+        if (
+            drawn is not None  # [guard: operators that draw]
+            or isinstance(operator, FunctionCall)
+            or len(made) > 1
+            or made[0][0]
+        ):
             return
-        key = node.operator, view, key_of((node.args, tuple(sorted(node.kwargs.items()))), self._twins)
+        value, view = made[0][1], self.values[made[0][1]].view
+        key = operator, view, key_of((args, tuple(sorted(kwargs.items()))))
         first = self._first.setdefault(key, value)
-        if first != value:
+        if first != value and view is not None:  # see [Note: twins]
             self._twins[value] = first
             node.operator, node.args, node.kwargs, node.reads = same, (Place(first, view),), {}, (first,)
 
