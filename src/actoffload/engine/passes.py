@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from .._torch.tensors import NO_BACKWARD, address, after_backward, backward_id, 
 from ..device.base import Backend
 from ..schedule.orders import When
 from ..schedule.plan import OUTSIDE, Do, Plan
-from ..schedule.schedules import ExecutionOrder, Key
+from ..schedule.schedules import ExecutionOrder
 from ..schedule.timeline import Kind
 from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine
@@ -292,14 +292,14 @@ def pass_in_backward(engine: Engine) -> Pass | None:
 # A pass of a model
 
 
-class ModelPass(Pass, Generic[Key]):
+class ModelPass(Pass):
     """State of one pass through a model; `plan_for` returns the plan for a sequence of groups."""
 
     def __init__(
         self,
         engine: Engine,
-        order: ExecutionOrder[Key],
-        plan_for: Callable[[tuple[Key, ...]], Plan],
+        order: ExecutionOrder,
+        plan_for: Callable[[tuple[int, ...]], Plan],
         owned: ModuleTensors,
         *,
         partly: bool = False,
@@ -327,7 +327,7 @@ class ModelPass(Pass, Generic[Key]):
         """Note what the model is called with."""
         self.inputs = frozenset(address(memory) for tensor in inputs for memory in _storages(tensor))
 
-    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
+    def group_start(self, key: int, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""
         if not self.order.start(key):
             plan = self._plan_for(self.order.sequence)

@@ -64,7 +64,7 @@ WIDE = 5  # outputs by inputs of a linear module, from which on it is a head wit
 
 
 def what_holds_memory(
-    state: ModelState, done: ModelPass[int] | None, calls: Sequence[FollowedModule], steering: Steering
+    state: ModelState, done: ModelPass | None, calls: Sequence[FollowedModule], steering: Steering
 ) -> Iterator[str]:
     """Yield the lines of a note on an out-of-memory error: what holds the memory, and what would help.
 

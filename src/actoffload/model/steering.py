@@ -32,7 +32,7 @@ class PassSettings:
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     scoped: bool = False  # hooks are installed only in groups that are offloaded or recomputed, see [Note: modes]
     operators: OperatorTimes | None = None  # takes what the first calls of groups show
-    begun: Callable[[ModelPass[int]], None] | None = None  # called with the pass before its first group
+    begun: Callable[[ModelPass], None] | None = None  # called with the pass before its first group
 
 
 class Steering:
@@ -52,7 +52,7 @@ class Steering:
     def forward_ends(self, output: Any) -> None:
         """Note that the model returns `output`."""
 
-    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn the sequence of the groups, and what they saved in a followed forward that has ended."""
         self.state.plans.learn(sequence)
         self.state.log.forward_done(done, sequence)
@@ -152,7 +152,7 @@ class Fixed(Steering):
         whole = alone or busy or self.state.log.records or self._adopts or unseen
         return PassSettings(plans.order, self._given.plan_for, self._recompute, scoped=not whole)
 
-    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn whether a forward has to be followed as a whole."""
         if not done.partly:
             self._followed += 1

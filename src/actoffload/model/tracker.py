@@ -48,7 +48,7 @@ class ThreadState(threading.local):
     """The pass and the calls of one thread."""
 
     def __init__(self) -> None:
-        self.current: ModelPass[int] | None = None
+        self.current: ModelPass | None = None
         self.owned: ModelTensors | None = None
         self.calls: list[Call] = []
         self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
@@ -94,7 +94,7 @@ class Tracker:
         self.replays = Replays(state.modules, state.engine.backend, state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
-        self._latest: Callable[[], ModelPass[int] | None] = lambda: None  # a weak reference to the latest pass
+        self._latest: Callable[[], ModelPass | None] = lambda: None  # a weak reference to the latest pass
         explainers.add(self)
 
     @property
@@ -230,7 +230,7 @@ class Tracker:
             else:
                 thread.packer.take_aside(call.replay.pack)
 
-    def _install_here(self, current: ModelPass[int], call: Call) -> bool:
+    def _install_here(self, current: ModelPass, call: Call) -> bool:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
@@ -349,7 +349,7 @@ class Tracker:
                     warn(message)
             thread.current = None
 
-    def _learn(self, current: ModelPass[int]) -> None:
+    def _learn(self, current: ModelPass) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
             self.steering.pass_ends(current, tuple(current.order.started))
 

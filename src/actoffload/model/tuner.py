@@ -312,7 +312,7 @@ class Tuner(Steering):
         if timed is not None and timed.thread == threading.get_ident():
             timed.watch(leaves(output))
 
-    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Take what a forward saved."""
         super().pass_ends(done, sequence)
         if self._timed is not None and self._timed.thread == threading.get_ident():

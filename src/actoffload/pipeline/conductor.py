@@ -36,10 +36,10 @@ class Microbatch:
     planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
     running: Step | None = None  # what is computed of it now
     split: bool = False  # its input backward used what it saved
-    ref: weakref.ref[ModelPass[int]] | None = None
+    ref: weakref.ref[ModelPass] | None = None
 
     @property
-    def owner(self) -> ModelPass[int] | None:
+    def owner(self) -> ModelPass | None:
         """Its pass, as long as that exists."""
         return None if self.ref is None else self.ref()
 
@@ -144,7 +144,7 @@ class Conductor:
                 self._advance(step, len(self._events[step]))
                 del self._done[step]
 
-    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[int]) -> None:
+    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass) -> None:
         """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
         storages = (tensor.untyped_storage() for tensor in leaves(outputs))
@@ -159,7 +159,7 @@ class Conductor:
         """Return the microbatch whose forward on a stage runs."""
         return self._forwards.get(stage)
 
-    def pass_begins(self, microbatch: Microbatch, owner: ModelPass[int]) -> None:
+    def pass_begins(self, microbatch: Microbatch, owner: ModelPass) -> None:
         """Follow the pass of a microbatch."""
         microbatch.ref = weakref.ref(owner)
         owner.model = microbatch.stage

@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from .._text import milliseconds, register, size
+from .._text import register, size
 from .._warnings import warn
 from ..device.base import Backend, usable
 from ..model.replays import OperatorTimes
@@ -120,11 +120,8 @@ def decision(plans: Plans) -> str:
     for plan in plans:
         line = f"  rank {plan.rank}: {len(plan.offloaded)} of {sum(plan.forwards)} groups of all microbatches"
         line += f" are offloaded ({size(plan.offloaded_bytes)})"
-        if plan.peak_bytes is not None:
-            line += f", peak {size(plan.peak_bytes)}"
-        if plan.seconds is not None and plan.baseline_seconds:
-            line += f", {milliseconds(plan.seconds)} a step, {milliseconds(plan.baseline_seconds)} without offloading"
-        lines.append(f"{line}. {plan.because}".rstrip())
+        expected = f" Expected: {plan.expected}." if plan.expected else ""
+        lines.append(f"{line}.{expected} {plan.because}".rstrip())
     return "\n".join(lines)
 
 

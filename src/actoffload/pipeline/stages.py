@@ -142,7 +142,7 @@ class RankStage(Steering):
         plan_for = lambda order: _forward_plan(len(order), offloaded)  # noqa: E731
         return PassSettings(order, plan_for, self._policies, scoped, self.operators, begun)
 
-    def pass_ends(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
         super().pass_ends(done, sequence)
         self.adopts |= done.adopted > 0

@@ -112,7 +112,7 @@ class PassLog:
         saved = {} if self.full is None else {row.name: row.bytes_saved for row in self.full.report.groups}
         return tuple(saved.get(self.label(key)[0], 0) for key in order)
 
-    def forward_done(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def forward_done(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Take the statistics of a pass of a model whose forward has ended, if it was followed as a whole."""
         self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
         if not done.partly:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from .._arguments import check_fraction, check_whole
 from .orders import Event, When
 from .plan import Action, Do, Plan
 
-Key = TypeVar("Key")
 RESIDENT = 2
 """Groups at the end that are kept by default: copies then overlap with the compute of another group."""
 
@@ -150,19 +149,19 @@ class GroupSchedule:
 # The order of the groups
 
 
-class ExecutionOrder(Generic[Key]):
+class ExecutionOrder:
     """The order of the groups in one pass: as in an earlier pass, and corrected as groups run.
 
     A group that is skipped is removed.  A group that runs out of order, because it is called a second time or was
     skipped before, is inserted.
     """
 
-    def __init__(self, earlier: Sequence[Key]) -> None:
+    def __init__(self, earlier: Sequence[int]) -> None:
         self._earlier = earlier
         self._next = 0
-        self.started: list[Key] = []
+        self.started: list[int] = []
 
-    def start(self, key: Key) -> bool:
+    def start(self, key: int) -> bool:
         """Note that a group starts; return whether it is the next one in the order."""
         self.started.append(key)
         earlier, k = self._earlier, self._next
@@ -181,7 +180,7 @@ class ExecutionOrder(Generic[Key]):
         return self._next >= len(self._earlier)  # [guard: complete execution order -> False]
 
     @property
-    def sequence(self) -> tuple[Key, ...]:
+    def sequence(self) -> tuple[int, ...]:
         """The groups that have started, and those that follow in the order."""
         return (*self.started, *self._earlier[self._next :])
 
@@ -246,26 +245,33 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
     now = {k: position for position, k in enumerate(earlier) if k is not None}
     events = list(Plan(len(names)).events())
     order = {event: k for k, event in enumerate(events)}
-    # For each earlier event, the place of itself or of the next one in time whose group still runs.
-    target: dict[Event, int] = {}
-    place = len(events)
+    # For each action the place of its event, or of the next one in time whose group still runs.
+    targets, place = dict[Action, int](), len(events)
     for event in reversed(list(plan.events())):
         if event.layer in now:
-            place = order[Event(event.when, now[event.layer])]
-        target[event] = place
-    found: dict[int, list[tuple[int, int, Action]]] = {}
-    acts = ((event, act) for event in plan.events() for act in plan.at(event.when, event.layer))
-    for rank, (event, act) in enumerate(acts):
-        if act.layer in now:
-            found.setdefault(now[act.layer], []).append((target[event], rank, Action(act.do, now[act.layer])))
-    calls = [call for layer, mine in found.items() if layer < len(names) - 1 for call in _valid(layer, mine, order)]
-    if offload_others:
-        new = [k for k, before in enumerate(earlier[:-1]) if before in (None, plan.model_layers - 1) and k not in found]
-        # [guard: groups that a plan does not know]
-        calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
+            place = order[event._replace(layer=now[event.layer])]
+        targets |= dict.fromkeys(reversed(plan.steps.get(event, ())), place)
+    ranks = {action: k for k, action in enumerate(reversed(targets))}
+    calls = list[tuple[int, int, Action]]()
+    for layer, before in enumerate(earlier[:-1]):
+        known = [] if before is None else [each for do in Do if (each := Action(do, before)) in targets]
+        moved, place = list[tuple[int, int, Action]](), order[Event(When.FORWARD_START, layer)]
+        ended, begins = place + 1, order[Event(When.BACKWARD_START, layer)]
+        for action in known:
+            if action.do is Do.RELEASE:
+                place = max(place, ended)  # [guard: moved release]
+            place = max(place, targets[action])  # [guard: moved action]
+            if action.do is Do.RELOAD:
+                place = min(place, begins)  # [guard: moved reload]
+            moved.append((place, ranks[action], action._replace(layer=layer)))
+        if not any(at > begins or (at == begins and action.do is Do.RELEASE) for at, _, action in moved):
+            calls += moved
+        if offload_others and not known and before in (None, plan.model_layers - 1):
+            # [guard: groups that a plan does not know]
+            calls += ((order[event], layer, action) for event, action in leanest_calls(layer))
     calls.sort(key=lambda call: call[:2])
 
-    def moved(entries: Sequence[Any], unknown: Any) -> tuple[Any, ...]:
+    def entries_of(entries: Sequence[Any], unknown: Any) -> tuple[Any, ...]:
         return tuple(unknown if k is None else entries[k] for k in earlier) if entries else ()
 
     return Plan.of(
@@ -274,31 +280,12 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
         names=tuple(names),
         because=plan.because,
         holds=plan.holds,
-        nbytes=moved(plan.nbytes, 0),
-        recomputed_nbytes=moved(plan.recomputed_nbytes, 0),
-        saves=moved(plan.saves, None),
+        nbytes=entries_of(plan.nbytes, 0),
+        recomputed_nbytes=entries_of(plan.recomputed_nbytes, 0),
+        saves=entries_of(plan.saves, None),
     )
 
 
 def _nth(names: Sequence[str], position: int) -> tuple[str, int]:
     """Return a name and how many times it comes before a position."""
     return names[position], names[:position].count(names[position])
-
-
-def _valid(
-    layer: int, actions: Iterable[tuple[int, int, Action]], order: dict[Event, int]
-) -> list[tuple[int, int, Action]]:
-    """Return the actions of a layer, each moved behind those before it; none if they do not fit before its backward."""
-    begins = order[Event(When.BACKWARD_START, layer)]
-    earliest = order[Event(When.FORWARD_START, layer)]
-    valid: list[tuple[int, int, Action]] = []
-    for place, rank, action in actions:
-        if action.do is Do.RELEASE:
-            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
-        earliest = max(earliest, place)  # [guard: moved action]
-        if action.do is Do.RELOAD:
-            earliest = min(earliest, begins)  # [guard: moved reload]
-        if earliest > begins or (earliest == begins and action.do is Do.RELEASE):
-            return []
-        valid.append((earliest, rank, action))
-    return valid

@@ -442,7 +442,7 @@ class TimedPass:
         if self._memory:
             self.peak = (self._backend.allocated() or (0, 0))[1]
 
-    def saw(self, done: ModelPass[int], sequence: Sequence[int]) -> None:
+    def saw(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Take what the groups saved in the forward."""
         if self.sequence:
             return
