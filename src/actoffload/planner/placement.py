@@ -113,7 +113,7 @@ class Profile:
     @property
     def free(self) -> Placement:
         """The placement of all for which there is time."""
-        return self.place(chain.from_iterable(self._free), self.peak_bytes)
+        return self.place(chain.from_iterable(self._free))
 
     @property
     def nothing(self) -> Placement:
@@ -169,7 +169,7 @@ class Profile:
 
     # Where to release and reload groups
 
-    def place(self, chosen: Iterable[int], limit: float) -> Placement:
+    def place(self, chosen: Iterable[int], limit: float = inf) -> Placement:
         """Return the placement of some spots.
 
         A group is released at the first event where its copy is expected to be done, and earlier where memory would
@@ -178,9 +178,10 @@ class Profile:
         copied.  The peak may exceed the limit if no placement of these groups fits.
         """
         order = sorted(chosen)
-        releases = self._releases(order)
+        latest = self._latest_reloads(order)
+        releases = self._releases(order, latest, limit)
         self._force(releases, limit)
-        return self._finish(releases, self._latest_reloads(order), limit)
+        return self._finish(releases, latest, limit)
 
     def _latest_reloads(self, chosen: Sequence[int]) -> dict[int, int]:
         """Return the last event at which the reload of each group can start without a stall."""
@@ -190,8 +191,8 @@ class Profile:
             latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
 
-    def _releases(self, chosen: Sequence[int]) -> dict[int, int]:
-        """Return the first event at which the copies of each group are done."""
+    def _releases(self, chosen: Sequence[int], latest: Mapping[int, int], limit: float) -> dict[int, int]:
+        """Return the first event at which the copies of each group are done; where a limit may force it, any group."""
         max_inflight, when = self._knobs.max_inflight, self.when
         found, ends, queue = dict[int, int](), list[float](), 0.0
         for k in chosen:
@@ -201,7 +202,10 @@ class Profile:
                 if len(ends) >= max_inflight:
                     continue
             done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
-            found[k], queue = min(bisect_left(when, done, spot.saved + 1), spot.use), done
+            m = min(bisect_left(when, done, spot.saved + 1), spot.use)
+            if limit == inf and m >= latest[k]:
+                continue  # used too soon
+            found[k], queue = m, done
             ends.append(done)
         return found
 
