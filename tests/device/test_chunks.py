@@ -18,7 +18,7 @@ class Counter:
     def __init__(self) -> None:
         self.queued = 0
 
-    def queue(self) -> None:
+    def __call__(self) -> None:
         self.queued += 1
 
 

@@ -19,10 +19,11 @@ large copy.  Host memory for a captured copy comes from an earlier step, which h
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -181,7 +182,7 @@ class Accelerator(Backend):
                 device = pairs[0][1].device
                 separator = self._separators.get(device.index)
                 if separator is None and not self.capturing():
-                    separator = self._separators[device.index] = Separator(device)
+                    separator = self._separators[device.index] = separator_of(device)
             several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
             chunk = (TO_HOST if to_host else TO_DEVICE) if several else ALONE
             copy_in_chunks(pairs, to_host=to_host, chunk=chunk, separator=separator)
@@ -198,21 +199,19 @@ SEPARATED = 1 << 22  # the last chunk has a separator from here on: 76 us at 55 
 GRAIN = 512  # each chunk starts at a multiple of this many elements, so that copies stay aligned
 
 
-class Separator:
-    """The memory of the copies of four bytes that follow the chunks of one device.
+Separator: TypeAlias = Callable[[], object]
+
+
+def separator_of(device: torch.device) -> Separator:
+    """Return a function that queues a copy of four bytes to a CUDA device, which follows its chunks.
 
     Both copy streams write the same four bytes, which nothing reads.  The memory is never freed, and is that of the
-    default stream of a CUDA device.
+    default stream.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
-            self._device = torch.empty(1, dtype=torch.int32, device=device)
-
-    def queue(self) -> None:
-        """Queue a copy of four bytes to the device on the current stream."""
-        self._device.copy_(self._host, True)  # without blocking
+    host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        memory = torch.empty(1, dtype=torch.int32, device=device)
+    return partial(memory.copy_, host, True)  # without blocking
 
 
 def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -234,7 +233,11 @@ def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tup
 
 
 def copy_in_chunks(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, to_host: bool, chunk: int, separator: Separator | None
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    to_host: bool,
+    chunk: int,
+    separator: Separator | None,
 ) -> None:
     """Queue copies of (host, device) pairs on the current stream, with a separator behind each chunk.
 
@@ -244,7 +247,7 @@ def copy_in_chunks(
     for pair in pairs:
         for host, device in (pair,) if separator is None else pieces(*pair, chunk):
             if separator is not None and queued and queued + host.nbytes > chunk:
-                separator.queue()
+                separator()
                 queued = 0
             if to_host:
                 host.copy_(device, True)  # without blocking
@@ -252,4 +255,4 @@ def copy_in_chunks(
                 device.copy_(host, True)
             queued += host.nbytes
     if separator is not None and queued >= SEPARATED:
-        separator.queue()
+        separator()
