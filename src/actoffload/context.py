@@ -17,7 +17,7 @@ from ._torch import unsupported
 from ._torch.tensors import SavedTensorHooks, leaves
 from ._warnings import warn
 from .device import ReferenceDevice
-from .engine.eligibility import running, unwatch, watch
+from .engine.eligibility import module_calls, running
 from .engine.engine import Engine
 from .engine.hooks import Packer, unpack
 from .engine.layer import Layer, Phase
@@ -101,7 +101,7 @@ class OffloadContext(Offloading, ContextDecorator):
         hooks = SavedTensorHooks(packer.pack, unpack)
         try:
             cursor.current, cursor.layer, cursor.inside = current, layer, hooks
-            watch(layer.owned)
+            module_calls.watch(layer.owned)
             hooks.install()
             running.backends.append(self._engine.backend)
             current.aborted = False
@@ -133,7 +133,7 @@ class OffloadContext(Offloading, ContextDecorator):
         if cursor.inside is not None and cursor.layer is not None:
             cursor.inside.remove()
             del running.backends[cursor.backends :]
-            unwatch(cursor.layer.owned)
+            module_calls.unwatch(cursor.layer.owned)
             cursor.inside = None
 
     def synchronize(self, output: T) -> T:

@@ -191,23 +191,21 @@ def _entered(module: Module, *more: Any) -> None:
 
 
 class ModuleCalls:
-    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while it has users.
+    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while a layer runs.
 
     The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
     """
 
     def __init__(self) -> None:
-        self._users: set[object] = set()
+        self._layers: set[ModuleTensors] = set()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
-        self._installed = False
 
-    def add_user(self, user: object) -> None:
-        """Call it from here on."""
+    def watch(self, owned: ModuleTensors) -> None:
+        """Note every module that runs in this thread, until `unwatch`."""
+        running.layers.append(owned)
         with self._lock:
-            self._users.add(user)
-            if self._installed:
-                return
+            self._layers.add(owned)
             for handle in self._handles:
                 handle.hooks_dict_ref()[handle.id] = _entered
             for register in (
@@ -216,33 +214,20 @@ class ModuleCalls:
                 global_hooks.register_module_buffer_registration_hook,
             )[len(self._handles) :]:
                 self._handles.append(register(_entered))
-            self._installed = True
 
-    def remove_user(self, user: object) -> None:
-        """Call it no more if this was the last user; may be repeated after an interrupt."""
+    def unwatch(self, owned: ModuleTensors) -> None:
+        """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
+        if owned in running.layers:
+            running.layers.remove(owned)
+        owned.forget()
         with self._lock:
-            self._users.discard(user)
-            if not self._users:
-                self._installed = False
+            self._layers.discard(owned)
+            if not self._layers:
                 for handle in self._handles:
                     handle.remove()
 
 
-_calls = ModuleCalls()
-
-
-def watch(owned: ModuleTensors) -> None:
-    """Note every module that runs in this thread, until `unwatch`."""
-    running.layers.append(owned)
-    _calls.add_user(owned)
-
-
-def unwatch(owned: ModuleTensors) -> None:
-    """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
-    if owned in running.layers:
-        running.layers.remove(owned)
-    owned.forget()
-    _calls.remove_user(owned)
+module_calls = ModuleCalls()
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:

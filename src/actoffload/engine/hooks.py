@@ -233,11 +233,11 @@ class StorageRegistry:
         # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
         is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
         with self._lock:
-            if layer.waiting:  # [guard: copies of what is written by now] not of this tensor
+            if layer.waiting_bytes:  # [guard: copies of what is written by now] not of this tensor
                 self._queue_waiting(layer)
             pass_device = self._devices.get(device)
             if pass_device is None:
-                pass_device = PassDevice(self._engine.transfers(device), self._counters, tensor.device, [])
+                pass_device = PassDevice(self._engine.transfers(device), self._counters, [])
                 self._devices[device] = pass_device
             stream = backend.current_stream(device)
             if stream not in pass_device.streams:
@@ -268,7 +268,6 @@ class StorageRegistry:
             if layer.eager and layer.token is None:
                 self.offload(layer, storage, ended=True)
             elif layer.eager:
-                layer.waiting.append(ref)
                 layer.waiting_bytes += tensor.nbytes
                 if not is_written and note is None:
                     layer.unwritten_by = next_node()
@@ -281,9 +280,8 @@ class StorageRegistry:
         """Queue the copies that wait, if they are enough and no operator may still write what they copy."""
         if layer.waiting_bytes < self._backend.batch or layer.unwritten_by == next_node():
             return
-        waiting, layer.waiting, layer.waiting_bytes, layer.unwritten_by = layer.waiting, [], 0, -1
-        storages = [storage for ref in waiting if (storage := ref()) is not None]
-        self.refused(queue_copies(storages, layer.index, layer.captured, ended=False))
+        layer.waiting_bytes, layer.unwritten_by = 0, -1
+        self.refused(queue_copies(layer.living(), layer.index, layer.captured, ended=False))
 
     def _count_shared(self, storage: SavedStorage, stays: bool, plan: Plan) -> None:
         """Count a storage that a kept layer and an offloaded one have both saved."""

@@ -79,8 +79,7 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
-        self.waiting: list[weakref.ref[SavedStorage]] = []  # their copies are queued together, see `Backend.batch`
-        self.waiting_bytes = 0
+        self.waiting_bytes = 0  # of tensors whose copies are queued together, see `Backend.batch`
         # One of them may still be written by its operator: the number of the autograd node behind that; or -1.
         self.unwritten_by = -1
         self.token: LivenessToken | None = LivenessToken()
@@ -146,7 +145,6 @@ class Layer:
     def offload(self) -> list[SavedStorage]:
         """Queue the copies of all that is saved; return the storages for which there was no host memory."""
         self.phase = Phase.OFFLOADING
-        self.waiting = []
         living = self.living()
         refused = queue_copies(living, self.index, self.captured, ended=True)
         for storage in living:

@@ -152,7 +152,7 @@ class SavedStorage:
             for part in host.parts:
                 a, b = max(start, place), min(stop, place + part.numel())
                 if a < b:
-                    data = torch.empty(0, dtype=torch.uint8, device=self.pass_device.device)
+                    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                     pairs.append((part[a - place : b - place], data.set_(memory, a, (b - a,), (1,))))
                 place += part.numel()
         return pairs

@@ -177,5 +177,4 @@ class PassDevice:
 
     transfers: Transfers
     counters: Counters
-    device: torch.device  # of its tensors
     streams: list[Stream]
