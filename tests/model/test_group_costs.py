@@ -146,7 +146,7 @@ def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone
         called(*inputs).sum().backward()
 
     seen = stages(handle, run, 7)
-    want = ["FIRST", *(["FIRST"] if not inputs else []), "LEAN", "PLAN", "PLAN"]
+    want = ["FIRST", *(["FIRST"] if not inputs else []), "LEAN", "PLAN"]
     assert seen[: len(want) + 1] == [*want, ""]
     assert all(cost.unpacks_at_once for each in found for cost in each)
     planned = handle.plan.nbytes

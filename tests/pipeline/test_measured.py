@@ -294,7 +294,7 @@ def test_whole_replay_is_tried_and_kept_where_it_is_faster(link):
         if not handle.settling:
             break
     step(schedule, device)
-    assert len(seconds) == 6 + 1  # two that replay everything, two of each plan; the next one has the plan
+    assert len(seconds) == 5 + 1  # two that replay everything, two of the plan, one of whole replay; then one is kept
     assert any(tried)
     assert not handle.plan.offloaded
     assert handle.plan.saves == (None, (), (), ())  # the first group saves nothing

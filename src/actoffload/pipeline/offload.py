@@ -79,7 +79,7 @@ def offload(
 
     The chosen modules are *groups*: what autograd saves in one of them is kept, offloaded or recomputed together.
 
-    Without `num_layers`, `fraction`, `max_inflight` and `plan` about five passes are measured, of which the first two
+    Without `num_layers`, `fraction`, `max_inflight` and `plan` three to five steps are measured, of which the first two
     take the least memory.  If the model fits as it is, nothing is installed from then on.  Otherwise the fastest plan
     within the memory of the device, or within `memory_budget`, is followed.  `OffloadHandle.settling` is True until the
     plan is final.  All ranks of a model follow one plan.  Without an accelerator nothing is measured, and all groups

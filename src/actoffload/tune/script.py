@@ -9,13 +9,12 @@ costs in every other way.  A compiled group has no operators to time: it runs ag
 otherwise is counted where it is dropped.  Then the planner chooses the fastest plan that fits, and it is tried.
 
 `[Note: trials of plans]`  Groups and copies are measured each for itself.  Whether a whole pass takes as long as was
-simulated, and no more memory, is known only when it has run.  The first pass with a plan takes host and device memory,
-its second is timed.  One that takes longer than was simulated runs once more, because the host may have paused, and the
-faster of the two counts.  If a plan takes more memory than its limit, one for as much less is tried.  Last, every group
-is replayed as a whole, as activation checkpointing would do it: no predicted time counts there.  Whole replay is kept
-if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the host that
-varies from pass to pass.  The trial is left out where the device alone took as long in the leanest pass, which replays
-all.
+simulated, and no more memory, is known only when it has run.  One that takes longer runs once more, because the first
+takes memory from the system and the host may pause in any, and the faster counts.  If a plan takes more memory than its
+limit, one for as much less is tried.  Last, one pass replays every group as a whole, as activation checkpointing does.
+That is kept if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the
+host that varies.  It is left out where the device alone took as long in the leanest pass, which replays all.  So a plan
+that keeps its limit is final after five passes: two that are measured, and at most three that are tried.
 
 `[Note: ranks decide together]`  The ranks of a sharded or data-parallel model, and those of a pipeline, wait for each
 other.  If each decided by itself, one would replay everything while another times its plan.  So all ranks run the same
@@ -171,10 +170,9 @@ class Script(ABC):
             if not fits and self.missed >= MISSED:
                 raise OutdatedError  # [guard: first steps that are outdated]
             self.missed += 1
-            if not fits:  # such a pass replays and offloads everything
-                yield Stage.FIRST
+            yield stage if fits else Stage.FIRST  # which replays and offloads everything
+            if not fits:
                 continue
-            yield stage
             timed = self.ended()
             shown = self.gather(None if timed is None else self.shown(timed))
             known = [each for each in shown if each is not None]
@@ -197,23 +195,19 @@ class Script(ABC):
     def _try(self, plans: Plans, whole: bool) -> Steps[Trial]:
         """Run passes with some plans, or with `whole` replay; see [Note: trials of plans]."""
         self.follow(plans)
-        first = [] if whole else [(yield from self._pass(Stage.PLAN))[1]]
-        if first:
-            trial = self._trial(plans, first, first)
-            if trial.refused or any(peak > limit for peak, limit in zip(trial.peaks, trial.limits, strict=True)):
-                return trial
-        timed = [(yield from self._pass(Stage.PLAN))[1]]
-        expected = max(plan.seconds or inf for plan in plans)
-        if self._seconds(timed[0]) > (1 + LONGER) * expected:  # [guard: passes in which the host paused]
-            timed.append((yield from self._pass(Stage.PLAN))[1])
-        return self._trial(plans, first + timed, timed)
+        passes = [(yield from self._pass(Stage.PLAN))[1]]
+        trial = self._trial(plans, passes)
+        longest = (1 + LONGER) * max(plan.seconds or inf for plan in plans)
+        if whole or trial.over or trial.seconds <= longest:  # [guard: passes in which the host paused]
+            return trial
+        return self._trial(plans, [*passes, (yield from self._pass(Stage.PLAN))[1]])
 
-    def _trial(self, plans: Plans, passes: Sequence[Sequence[Shown]], timed: Sequence[Sequence[Shown]]) -> Trial:
-        """Return what all passes with some plans took, and how long those that are timed."""
+    def _trial(self, plans: Plans, passes: Sequence[Sequence[Shown]]) -> Trial:
+        """Return what all passes with some plans took, and how long the fastest."""
         count, refused = len(plans), any(each.refused for each in passes[0])
         peaks = [max(each.peak for shown in passes for each in shown[k::count]) for k in range(count)]
         peaks = [0 if plan.peak_bytes is None else peak for plan, peak in zip(plans, peaks, strict=True)]
-        return Trial(plans, min(map(self._seconds, timed)), peaks, self.limits, refused)
+        return Trial(plans, min(map(self._seconds, passes)), peaks, self.limits, refused)
 
     def _seconds(self, shown: Sequence[Shown]) -> float:
         """Return the seconds of a pass as with inputs of the size that the plan is for."""
