@@ -165,6 +165,12 @@ class ModelScript(Script):
             for number, sizes in each.operators.saved.items():
                 saved[number] = [math.ceil(factor * nbytes) for nbytes in sizes]
         numbers = [group.group for group in groups]
+        ran = {number for each in traced for number in each.sequence}
+        alike = {kind: number for number, kind in zip(numbers, kinds, strict=True) if number in ran}
+        for number, kind in zip(numbers, kinds, strict=True):
+            if number not in ran and (like := alike.get(kind)) is not None:
+                # [guard: groups that run for the first time in the leanest pass]
+                operators[number], saved[number] = operators.get(like, []), saved.get(like, [])
         return ways_of(numbers, costs, self._policies, operators, saved, self._backend.batch)
 
     # Trials
