@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
 from actoffload.schedule.plan import Do, Event, When
-from actoffload.schedule.schedules import DefaultSchedule, ExecutionOrder, GroupPlans, GroupSchedule
+from actoffload.schedule.schedules import DefaultSchedule, ExecutionOrder, GroupSchedule
 from actoffload.schedule.simulate import simulate
 
 sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)
@@ -135,12 +135,3 @@ def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) 
         assert order.started == slow.started
         assert order.sequence == (*slow.started, *slow.ahead)
         assert order.complete == (not slow.ahead)
-
-
-def test_the_order_of_the_last_pass_is_expected():
-    plans = GroupPlans(GroupSchedule(), "aaa")
-    assert plans.order == (0, 1, 2)
-    plans.learn([2, 0])
-    assert plans.order == (2, 0)
-    plans.learn([])  # nothing ran
-    assert plans.order == (2, 0)

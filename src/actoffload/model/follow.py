@@ -40,7 +40,6 @@ from torch.nn import Module
 from .._torch.modules import CALLS, Follower, class_attribute, compile_calls, compiler, is_compiled, opaque
 from ..engine.engine import Engine
 from ..report.build import PassLog
-from ..schedule.schedules import GroupPlans, GroupSchedule
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
@@ -77,13 +76,12 @@ class ModelState:
     """What all parts of the offloading of a model share."""
 
     modules: Sequence[FollowedModule]  # the model itself first
-    schedule: GroupSchedule
     engine: Engine
 
     def __post_init__(self) -> None:
         self.groups = [followed for followed in self.modules if followed.group >= 0]
-        # For the order in which the groups ran.
-        self.plans = GroupPlans(self.schedule, [group.kind for group in self.groups])
+        # Of the latest pass; before the first one, the order in which modules are registered.
+        self.order = tuple(range(len(self.groups)))
         self.log = PassLog(partial(_label, self.groups))  # not a method: a cycle is freed late
 
     @property
@@ -93,7 +91,11 @@ class ModelState:
 
     def names(self, sequence: Iterable[int] | None = None) -> tuple[str, ...]:
         """Return the names of the groups of a sequence, by default in their expected execution order."""
-        return tuple(self.groups[group].name for group in (self.plans.order if sequence is None else sequence))
+        return tuple(self.groups[group].name for group in (self.order if sequence is None else sequence))
+
+    def kinds(self, sequence: Iterable[int]) -> list[str]:
+        """Return the kinds of the groups of a sequence."""
+        return [self.groups[group].kind for group in sequence]
 
 
 def _label(groups: Sequence[FollowedModule], group: int) -> tuple[str, str]:

@@ -345,7 +345,7 @@ def offload_model(
         layers = planned_modules(names, plan.names)
     by_choice = by_hand or not split_default(layers)[0]
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
-    state = ModelState(find_modules(names, layers, keep), schedule, engine)
+    state = ModelState(find_modules(names, layers, keep), engine)
     check_num_layers(num_layers, [group.kind for group in state.groups])
 
     # With "auto" the planner chooses the operators that run again, from measured times.
@@ -365,10 +365,10 @@ def offload_model(
 
     steering: Steering
     if isinstance(plan, Plan):
-        steering = Fixed(state, plan, policies)
+        steering = Fixed(state, plan if policies else replace(plan, saves=()), {})
     elif by_hand or not backend.times:
         because = "" if by_hand else ON_REFERENCE if limits["memory_budget"] is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = Fixed(state, None, always, because)
+        steering = Fixed(state, schedule, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
     handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_choice)

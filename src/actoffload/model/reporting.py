@@ -21,7 +21,7 @@ from .steering import Steering
 
 def describe(state: ModelState, plan: Plan, condition: str) -> str:
     """Return which groups were chosen and which of them are offloaded; it is "paused", "removed" or empty."""
-    names, kinds = state.names(), state.plans.kinds(state.plans.order)
+    names, kinds = state.names(), state.kinds(state.order)
     shown = f" ({condition})" if condition else ""
     lines = [f"offload of {state.root.name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
     for of_kind in fold(range(len(kinds)), kinds.__getitem__):

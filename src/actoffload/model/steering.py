@@ -18,7 +18,7 @@ from typing import Any
 from ..engine.passes import ModelPass
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
-from ..schedule.schedules import remap
+from ..schedule.schedules import GroupSchedule, remap
 from .follow import ModelState
 from .replays import OperatorTimes
 
@@ -54,7 +54,8 @@ class Steering:
 
     def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn the sequence of the groups, and what they saved in a followed forward that has ended."""
-        self.state.plans.learn(sequence)
+        if sequence:
+            self.state.order = tuple(sequence)  # [guard: learned execution order]
         self.state.log.forward_done(done, sequence)
 
     @property
@@ -81,10 +82,10 @@ class Steering:
         return ""
 
 
-def scheduled_plan(state: ModelState, because: str, recompute: Mapping[int, Policy]) -> Plan:
+def scheduled_plan(state: ModelState, schedule: GroupSchedule, because: str, recompute: Mapping[int, Policy]) -> Plan:
     """Return the plan of a schedule for the order of the latest pass."""
-    order = state.plans.order
-    plan = replace(state.plans.plan_for(order), names=state.names(), nbytes=state.log.bytes_of(order))
+    order = state.order
+    plan = replace(schedule.plan(state.kinds(order)), names=state.names(), nbytes=state.log.bytes_of(order))
     return recomputing(replace(plan, because=because), order, recompute)
 
 
@@ -101,25 +102,30 @@ def recomputing(plan: Plan, order: Sequence[int], policies: Mapping[int, Policy]
 
 
 class FollowedPlan:
-    """A plan as it is `plan_for` any order of the groups, and how groups are recomputed; some of them `always` are.
+    """A plan or a schedule as it is `plan_for` any order of the groups, and how groups are recomputed.
 
-    `offload_others`: groups that the plan does not know are offloaded.
+    Some of them `always` are.  `offload_others`: groups that the plan does not know are offloaded.
     """
 
     def __init__(
-        self, state: ModelState, plan: Plan, always: Mapping[int, Policy], *, offload_others: bool = False
+        self,
+        state: ModelState,
+        plan: Plan | GroupSchedule,
+        always: Mapping[int, Policy],
+        *,
+        offload_others: bool = False,
     ) -> None:
         self.plan = plan
-        saves = dict(zip(plan.names, plan.saves, strict=False))
-        names = state.names(range(len(state.groups)))
-        self.recompute = dict(always) | {
-            k: Policy(frozenset(stays), holds=plan.holds)
-            for k, name in enumerate(names)
-            if (stays := saves.get(name)) is not None
-        }
+        self.recompute = dict(always)
+        if isinstance(plan, Plan):
+            saves = dict(zip(plan.names, plan.saves, strict=False))
+            found = ((group.group, saves.get(group.name)) for group in state.groups)
+            self.recompute |= {k: Policy(frozenset(stays), holds=plan.holds) for k, stays in found if stays is not None}
 
         @lru_cache(maxsize=64)  # of a model whose order changes
         def plan_for(order: tuple[int, ...]) -> Plan:
+            if isinstance(plan, GroupSchedule):
+                return plan.plan(state.kinds(order))
             return remap(plan, state.names(order), offload_others=offload_others)
 
         self.plan_for = plan_for
@@ -128,39 +134,36 @@ class FollowedPlan:
 class Fixed(Steering):
     """Offload and recompute by a schedule, or by a plan that was given; nothing is measured.
 
-    `because` says why by this one.  `recompute` has the groups that are recomputed, or may be by a plan.
+    `because` says why by a schedule; `recompute` has the groups that are always recomputed.
     """
 
     def __init__(
-        self, state: ModelState, plan: Plan | None, recompute: Mapping[int, Policy], because: str = ""
+        self, state: ModelState, plan: Plan | GroupSchedule, recompute: Mapping[int, Policy], because: str = ""
     ) -> None:
         super().__init__(state)
-        self._recompute, self._because = recompute, because
-        self._given = None if plan is None else FollowedPlan(state, plan, {})
-        if self._given is not None:
-            self._recompute = {k: policy for k, policy in self._given.recompute.items() if k in recompute}
-        self._followed = 0  # passes, as a whole
+        self._given, self._because, self._recompute = plan, because, recompute
+        self._followed = FollowedPlan(state, plan, recompute)
+        self._seen = 0  # passes that were followed as a whole
         self._adopts = False  # groups are offloaded with what was saved before them
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or with a plan the groups that it offloads if that is enough."""
-        plans = self.state.plans
-        if self._given is None:
-            return PassSettings(plans.order, plans.plan_for, self._recompute)
+        followed = self._followed
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
-        unseen = self._followed < (2 if self._recompute else 1)
-        whole = alone or busy or self.state.log.records or self._adopts or unseen
-        return PassSettings(plans.order, self._given.plan_for, self._recompute, scoped=not whole)
+        unseen = self._seen < (2 if followed.recompute else 1)
+        whole = isinstance(self._given, GroupSchedule) or unseen or alone or busy
+        whole = whole or self.state.log.records or self._adopts
+        return PassSettings(self.state.order, followed.plan_for, followed.recompute, scoped=not whole)
 
     def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn whether a forward has to be followed as a whole."""
         if not done.partly:
-            self._followed += 1
+            self._seen += 1
             self._adopts = done.adopted > 0
         super().pass_ends(done, sequence)
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
-        if self._given is not None:
-            return remap(self._given.plan, self.state.names())
-        return scheduled_plan(self.state, self._because, self._recompute)
+        if isinstance(self._given, Plan):
+            return remap(self._given, self.state.names())
+        return scheduled_plan(self.state, self._given, self._because, self._recompute)

@@ -23,7 +23,7 @@ from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
-from ..schedule.schedules import leanest, remap
+from ..schedule.schedules import GroupSchedule, leanest, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, ModelRanks
 from ..tune.findings import Findings, Room
@@ -92,7 +92,7 @@ class ModelScript(Script):
     def traced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of all replayed groups are known, or what compiled ones save."""
         latest = traced[-1]
-        ran = set(self._state.plans.order)
+        ran = set(self._state.order)
         known = {group for group in latest.sequence if self._state.groups[group].is_compiled}
         known |= latest.graphless  # [guard: groups that are frozen]
         known.update(*(timed.operators.groups for timed in traced))
@@ -268,8 +268,8 @@ class Tuner(Steering):
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.plan is None:
             because = ALONE if self._alone else MEASURING if self.settling else FORWARDS
-            return scheduled_plan(self.state, because, self._always)
-        order = self.state.plans.order
+            return scheduled_plan(self.state, GroupSchedule(), because, self._always)
+        order = self.state.order
         return recomputing(remap(self._chosen.plan, self.state.names()), order, self._always)
 
     def costs(self) -> Findings:
@@ -391,19 +391,20 @@ class Tuner(Steering):
 
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
-        settings = PassSettings(self.state.plans.order, recompute=self._policies, operators=operators)
+        settings = PassSettings(self.state.order, recompute=self._policies, operators=operators)
         return (
             settings if self._engine.host_room() == 0 else replace(settings, plan_for=lambda order: leanest(len(order)))
         )
 
     def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
         """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
-        followed = self._followed_plan(found)
-        if not (whole or followed.plan.offloaded or followed.recompute):
+        plan, followed = found.plan, self._followed_plan(found)
+        assert plan is not None
+        if not (whole or plan.offloaded or followed.recompute):
             self._engine.counters.passes += 1
             return None
         scoped = not (whole or found.adopts)
-        return PassSettings(self.state.plans.order, followed.plan_for, followed.recompute, scoped)
+        return PassSettings(self.state.order, followed.plan_for, followed.recompute, scoped)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""

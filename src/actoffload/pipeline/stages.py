@@ -20,7 +20,7 @@ from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
 from ..schedule.orders import Event, When
 from ..schedule.plan import Action, Do, Plan
-from ..schedule.schedules import GroupSchedule, leanest, leanest_calls
+from ..schedule.schedules import leanest, leanest_calls
 from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor
 
@@ -71,7 +71,7 @@ class RankStage(Steering):
             modules = find_modules(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
-        super().__init__(ModelState(modules, GroupSchedule(), conductor.engine))
+        super().__init__(ModelState(modules, conductor.engine))
         self.entries = names.entries
         self._policies = {} if policy is None else dict.fromkeys(range(len(self.state.groups)), policy)
         self.saved: tuple[Group, ...] = ()  # in forwards that were followed whole, at most
@@ -91,7 +91,7 @@ class RankStage(Steering):
     @property
     def known(self) -> bool:
         """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
-        return bool(self.saved) and self._groups_of_saved == self.state.plans.order
+        return bool(self.saved) and self._groups_of_saved == self.state.order
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class RankStage(Steering):
     def gradients(self) -> tuple[int, ...]:
         """Bytes of the gradients that the weights of each group do not have yet, in the order of the latest forward."""
         seen, found = set[Parameter](), list[int]()
-        for group in self.state.plans.order:
+        for group in self.state.order:
             new = set(self.state.groups[group].module.parameters()) - seen
             missing = (weight for weight in new if weight.requires_grad and weight.grad is None)
             found.append(sum(getattr(weight, "_local_tensor", weight).nbytes for weight in missing))
@@ -112,7 +112,7 @@ class RankStage(Steering):
     @property
     def groups(self) -> list[FollowedModule]:
         """The groups in the order of the latest forward."""
-        return [self.state.groups[group] for group in self.state.plans.order]
+        return [self.state.groups[group] for group in self.state.order]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class RankStage(Steering):
         Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
         """
         conductor = self._conductor
-        microbatch, order = conductor.forward_of(self.index), self.state.plans.order
+        microbatch, order = conductor.forward_of(self.index), self.state.order
         if microbatch is None and (alone or not conductor.training):
             return None
         if microbatch is None:  # the metadata inference of the schedule
@@ -173,7 +173,7 @@ class RankStage(Steering):
 
     def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
-        order, plan = self.state.plans.order, self._conductor.plan
+        order, plan = self.state.order, self._conductor.plan
         offloaded: Collection[int] = range(len(order))
         if plan is not None:
             offloaded = self._conductor.offloaded(self.index, 0)

@@ -185,30 +185,6 @@ class ExecutionOrder:
         return (*self.started, *self._earlier[self._next :])
 
 
-class GroupPlans:
-    """The plans of a schedule for sequences of groups, given the kind of each chosen module."""
-
-    def __init__(self, schedule: GroupSchedule, kinds: Sequence[str]) -> None:
-        self._kinds = tuple(kinds)
-        # Of the latest pass; before the first one, the order in which modules are registered.
-        self.order: tuple[int, ...] = tuple(range(len(kinds)))
-
-        @lru_cache(maxsize=64)  # a model's order may change all the time
-        def plan_for(sequence: tuple[int, ...]) -> Plan:
-            return schedule.plan([kinds[group] for group in sequence])
-
-        self.plan_for = plan_for
-
-    def kinds(self, sequence: Sequence[int]) -> list[str]:
-        """Return the kinds of the groups of a sequence."""
-        return [self._kinds[group] for group in sequence]
-
-    def learn(self, sequence: Sequence[int]) -> None:
-        """Set the execution order of the latest pass."""
-        if sequence:
-            self.order = tuple(sequence)  # [guard: learned execution order]
-
-
 # Another sequence of groups
 
 
