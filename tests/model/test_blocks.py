@@ -15,11 +15,11 @@ from actoffload.model.follow import GROUP
 from actoffload.model.groups import BLOCK, MODULE, Names, find_modules, find_stacks
 
 
-def groups(model, layers=None, keep=()):
+def groups(model, layers=(...,), keep=()):
     return [each for each in find_modules(Names(model), layers, keep) if each.role == GROUP]
 
 
-def names(model, layers=None, keep=()) -> list[str]:
+def names(model, layers=(...,), keep=()) -> list[str]:
     return [group.name for group in groups(model, layers, keep)]
 
 
@@ -87,7 +87,7 @@ def test_scripted_modules_and_parametrizations_are_no_groups():
 def test_kept_modules_are_no_groups_nor_is_what_is_in_them_unless_it_is_named():
     model = Parts(lm=language_model(2), vision=Parts(block=Block(), norm=nn.LayerNorm(4)))
     keep = ["lm.layers.1", "vision.block"]
-    assert names(model, None, keep) == ["lm.embed", "lm.layers.0", "lm.head", "vision.norm"]
+    assert names(model, [...], keep) == ["lm.embed", "lm.layers.0", "lm.head", "vision.norm"]
     assert names(model, [..., "vision.block.mlp"], keep)[-2:] == ["vision.block.mlp", "vision.norm"]
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from actoffload._text import name_pattern
 from actoffload.model import groups
 from actoffload.model.follow import FollowedModule
-from actoffload.model.groups import BLOCK, Names, check_entries, find_stacks
+from actoffload.model.groups import BLOCK, Names, find_stacks, read_entries
 
 
 def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
@@ -32,11 +32,11 @@ def model(kind: type[nn.Module] = Block, **more: nn.Module) -> Parts:
 
 
 def choose(root: nn.Module, layers) -> list[FollowedModule]:
-    return groups.choose(Names(root), layers)
+    return groups.choose(Names(root), read_entries("layers", ... if layers is None else layers))
 
 
 def kept(root: nn.Module, keep) -> list[str]:
-    return [each.name for each in groups.choose_kept(Names(root), keep)]
+    return [each.name for each in groups.choose_kept(Names(root), read_entries("keep", keep))]
 
 
 def names(chosen: list[FollowedModule]) -> list[str]:
@@ -191,8 +191,8 @@ def test_entries_that_mean_nothing(layers, message):
 @pytest.mark.parametrize("keep", [..., ["lm_head", ...]])
 def test_keep_has_no_default(keep):
     with pytest.raises(TypeError, match=r"^keep has `\.\.\.`, which means the default groups of `layers`"):
-        check_entries(None, keep)
-    check_entries(keep, ())
+        read_entries("keep", keep)
+    read_entries("layers", keep)
 
 
 @pytest.mark.parametrize("keep", ["*.nothing", nn.Linear(1, 1)])
@@ -204,9 +204,9 @@ def test_keep_that_means_nothing(keep):
 @pytest.mark.parametrize("wrong", [3, {"model": 1}, b"model", torch.ones(2), int])
 def test_wrong_types(wrong):
     with pytest.raises(TypeError, match=r"^layers has an entry .*; expected a dotted path"):
-        check_entries(wrong, ())
+        read_entries("layers", wrong)
     with pytest.raises(TypeError, match=r"^keep has an entry .*; expected a dotted path"):
-        check_entries(None, ["lm_head", wrong])
+        read_entries("keep", ["lm_head", wrong])
 
 
 # Wrappers: of the whole model, or of each block
@@ -327,4 +327,4 @@ def test_structures(name):
 def test_the_only_block_of_a_stage():
     """What a stage of a pipeline has beside it is none, nor are its experts."""
     (block,) = alone = blocks(1, MoeBlock)
-    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone))) == ((block,),)
+    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone))) == [(block,)]

@@ -65,7 +65,6 @@ INSTEAD: dict[str, str] = {
     "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",
     "guard: time of one step": "return time.perf_counter() - begun",
-    "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[name] = kind",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
     "guard: groups in flight": "window = resident",

@@ -20,21 +20,12 @@ What a module saves is not known before the first forward, so leaves are counted
 - Otherwise the modules beside the blocks are groups, too: the stem of a ResNet may save as much as all of its blocks.
   Each is the outermost module that has no block inside and at most one eighth of all leaves; a larger one is divided
   into its children.  So a model without repeated blocks has groups.
-[Note: what an entry means]
-- A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
-  children.
-- A string with ``*``, ``?`` or ``[`` is a glob pattern, compared with whole dotted names; ``*`` also crosses dots.
-- A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
-- A type means all modules of that class.
-- ``...`` among other entries means the default as well: ``[..., "vision.blocks"]``.
-- A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
-- Of chosen modules inside of each other only the outermost counts, so groups are not nested.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -104,27 +95,25 @@ def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
 # Repeated blocks
 
 
-def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
+def find_stacks(root: Module) -> list[tuple[Module, ...]]:
     """Return the lists of repeated blocks of a model, each block once; see [Note: blocks, stages and parts]."""
-    return _find_lists(root, leaves=False) or _find_lists(root, leaves=True)
-
-
-def _find_lists(root: Module, *, leaves: bool) -> tuple[tuple[Module, ...], ...]:
-    """Return the lists of composite blocks, or of blocks that are `leaves`."""
-    stacks, visited, pending = list[tuple[Module, ...]](), set[Module](), [root]
-    while pending:
-        module = pending.pop()
-        if module in visited:
-            continue
-        visited.add(module)
-        blocks = [each for each in _members(module, leaves=leaves) if runs(each)]
-        stages = [each for each in blocks if _is_stage(each)]
-        if 2 * len(stages) >= len(blocks) and not _two_alike(blocks):  # [guard: stages, which are no blocks]
-            blocks = [each for each in blocks if each not in stages]
-        if blocks:
-            stacks.append(tuple(dict.fromkeys(blocks)))
-        pending += (child for child in reversed(children(module)) if child not in blocks)
-    return tuple(stacks)
+    for leaves in (False, True):  # blocks with children, or without
+        stacks, visited, pending = list[tuple[Module, ...]](), set[Module](), [root]
+        while pending:
+            module = pending.pop()
+            if module in visited:
+                continue
+            visited.add(module)
+            blocks = [each for each in _members(module, leaves=leaves) if runs(each)]
+            stages = [each for each in blocks if _is_stage(each)]
+            if 2 * len(stages) >= len(blocks) and not _two_alike(blocks):  # [guard: stages, which are no blocks]
+                blocks = [each for each in blocks if each not in stages]
+            if blocks:
+                stacks.append(tuple(dict.fromkeys(blocks)))
+            pending += (child for child in reversed(children(module)) if child not in blocks)
+        if stacks:
+            break
+    return stacks
 
 
 def _is_stage(module: Module) -> bool:
@@ -232,10 +221,6 @@ class Names:
             if child is not None and child is not module and child not in above:  # a circle of modules has no names
                 self._add(child, f"{name}.{part}" if name else part, (*above, module))
 
-    def matching(self, pattern: str) -> Mapping[str, str]:
-        """Return the outermost names that match a glob pattern; the root has none to match."""
-        return self.outermost({name: pattern for name in self.modules if name and fnmatchcase(name, pattern)})
-
     def outermost(self, kinds: Mapping[str, str]) -> dict[str, str]:
         """Return the names of modules that are not inside of others among them, in registration order."""
         found = list[str]()
@@ -257,24 +242,28 @@ class Names:
 # What arguments mean
 
 
-def split_default(layers: Any) -> tuple[bool, Any]:
-    """Return whether the argument `layers` includes the default, and its other entries; none is an empty tuple.
+def read_entries(argument: str, given: Any) -> list[Any]:
+    """Return the entries of `layers` or `keep`; raise a `TypeError` or `ValueError` for those that no model has.
 
-    >>> from actoffload.model.groups import split_default
-    >>> split_default(None), split_default([..., "lm_head"]), split_default("*.mlp")
-    ((True, ()), (True, ('lm_head',)), (False, '*.mlp'))
+    A list of modules that `layers` has alone means its children.
     """
-    if layers is None or layers is ...:
-        return True, ()
-    if not _is_several(layers):
-        return False, layers
-    entries = tuple(layers)
-    others = tuple(entry for entry in entries if entry is not ...)
-    return len(others) < len(entries), others
+    if argument == "layers" and isinstance(given, Module) and isinstance(unwrap(given), CONTAINERS):
+        return [*children(unwrap(given))]
+    single = (str, Module, type, Mapping, bytes, Tensor)
+    entries = [given] if isinstance(given, single) or not isinstance(given, Iterable) else list(given)
+    for entry in entries:
+        if entry is ... and argument == "keep":
+            raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
+        is_class = isinstance(entry, type) and issubclass(entry, Module)
+        if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
+            raise TypeError(f"{argument} has an entry {entry!r}; expected {_EXPECTED}.")
+        if entry == "":
+            raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
+    return entries
 
 
-def find_modules(names: Names, layers: Any, keep: Any) -> list[FollowedModule]:
-    """Return the modules to follow: the model, then its groups and the modules that are kept, by `layers` and `keep`.
+def find_modules(names: Names, layers: Sequence[Any], keep: Sequence[Any]) -> list[FollowedModule]:
+    """Return the modules to follow: the model, then its groups and the modules that are kept, by entries.
 
     The model may be a stage of a pipeline.
     """
@@ -291,35 +280,36 @@ def find_modules(names: Names, layers: Any, keep: Any) -> list[FollowedModule]:
     return [FollowedModule(ROOT, type(names.root).__name__, weakref.ref(names.root)), *groups, *kept]
 
 
-def choose(names: Names, layers: Any, kept: Iterable[FollowedModule] = ()) -> list[FollowedModule]:
-    """Return the modules that `layers` means, in registration order, each once, without those inside of others.
+def choose(names: Names, layers: Sequence[Any], kept: Iterable[FollowedModule] = ()) -> list[FollowedModule]:
+    """Return the modules that entries of `layers` mean, in registration order, each once, and none inside of another.
 
-    None and ``...`` mean the default groups without those that are `kept`.  The kind of others is the pattern, the name
-    of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
-    several classes would be of one kind.  The first entry that means a module decides.
+    ``...`` means the default groups without those that are `kept`.  The kind of others is the pattern, the name of the
+    class, or the path with ``*`` in place of indices; with the class of the module if those of one kind have several.
+    The first entry that means a module decides.
     """
-    default, entries = split_default(layers)
-    found, meant = dict[str, str](), dict[str, str]()
-    for name, kind in _meant(names, entries, "layers"):
+    default, found, meant = ... in layers, dict[str, str](), dict[str, str]()
+    for name, kind in _meant(names, [entry for entry in layers if entry is not ...], "layers"):
         meant.setdefault(name, kind)  # [guard: first entry that means a module]
     if not meant and not default:
         empty = f"layers is empty; expected None for the default groups, {_EXPECTED}."
         raise ValueError(next(filter(None, names.entries.values()), empty))
     if default:
-        named, without = (
-            {names.modules[name] for name in meant},
-            [each.module for each in kept if each.module is not names.root],
-        )
-        groups = default_groups(names.root, without, named)
+        without = [each.module for each in kept if each.module is not names.root]
+        groups = default_groups(names.root, without, {names.modules[name] for name in meant})
         found = {names.first[module]: kind for module, kind in groups if names.first[module]}
     others = {name: kind for name, kind in meant.items() if found.get(name) != BLOCK}  # [guard: named modules]
     kinds = names.outermost(found | others)
-    others = {name: kind for name, kind in kinds.items() if name in others}
-    return names.chosen(GROUP, kinds | _by_class(names, others))
+    classes = defaultdict[str, set[str]](set)
+    for name in kinds.keys() & others.keys():
+        classes[kinds[name]].add(block_type(names.modules[name]).__name__)
+    for name in kinds.keys() & others.keys():
+        if len(classes[others[name]]) > 1:  # [guard: kinds of several classes]
+            kinds[name] += f" ({block_type(names.modules[name]).__name__})"
+    return names.chosen(GROUP, kinds)
 
 
-def choose_kept(names: Names, keep: Any) -> list[FollowedModule]:
-    """Return the modules that `keep` means, in registration order; a ``Sequential`` is itself here."""
+def choose_kept(names: Names, keep: Sequence[Any]) -> list[FollowedModule]:
+    """Return the modules that entries of `keep` mean, in registration order; a ``Sequential`` is itself here."""
     return names.chosen(KEPT, dict(_meant(names, keep, "keep")))
 
 
@@ -348,71 +338,33 @@ def planned_modules(names: Names, groups: Sequence[str]) -> list[Module]:
     return found
 
 
-def _by_class(names: Names, kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the kinds, with the name of the class where modules of several classes are of one kind."""
-    classes = {(kind, block_type(names.modules[name])) for name, kind in kinds.items()}
-    numbers = Counter(kind for kind, _ in classes)
-    several = {kind for kind, number in numbers.items() if number > 1}  # [guard: kinds of several classes]
-    return {
-        name: f"{kind} ({block_type(names.modules[name]).__name__})" if kind in several else kind
-        for name, kind in kinds.items()
-    }
-
-
 # Entries
 
 
-def _entries(names: Names, given: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the single entries of an argument, and whether each is all of it."""
-    if isinstance(given, CONTAINERS) and given not in names.first:
-        # model.layers[:8] is a new list of modules of the model.
-        yield from ((child, False) for child in children(given))
-    elif _is_several(given):
-        yield from ((entry, False) for entry in given)
-    else:
-        yield given, True
-
-
-def _meant(names: Names, given: Any, argument: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of the modules that an argument means, with their kinds."""
-    for entry, alone in _entries(names, given):
-        if not names.part:
-            yield from _meaning(names, entry, alone, argument)
+def _meant(names: Names, entries: Iterable[Any], argument: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of the modules that entries mean, with their kinds."""
+    for entry in entries:
+        if isinstance(entry, CONTAINERS) and entry not in names.first:
+            yield from _meant(names, children(entry), argument)  # model.layers[:8] is a new list of its modules
             continue
         try:
-            yield from _meaning(names, entry, alone, argument)
+            yield from _meaning(names, entry, argument)
             names.entries[str(entry)] = ""
-        except ValueError as error:  # another part may have it
+        except ValueError as error:
+            if not names.part:  # another part may have it
+                raise
             names.entries[str(entry)] = str(error)
 
 
-def check_entries(layers: Any, keep: Any) -> None:
-    """Raise a `TypeError` or `ValueError` for entries of `layers` or `keep` that no model has."""
-    for argument, given in (("layers", ... if layers is None else layers), ("keep", keep)):
-        entries: Any = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
-        for entry in entries:
-            if entry is ... and argument == "keep":
-                raise TypeError("keep has `...`, which means the default groups of `layers`; name the modules to keep.")
-            is_class = isinstance(entry, type) and issubclass(entry, Module)
-            if not (is_class or isinstance(entry, (str, Module)) or entry is ...):
-                raise TypeError(f"{argument} has an entry {entry!r}; expected {_EXPECTED}.")
-            if entry == "":
-                raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
-
-
-def _is_several(given: Any) -> bool:
-    single = (str, Module, type, Mapping, bytes, Tensor)
-    return isinstance(given, Iterable) and not isinstance(given, single)
-
-
-def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[tuple[str, str]]:
-    """Yield the first names of the modules that an entry means, with their kinds; see [Note: what an entry means]."""
+def _meaning(names: Names, entry: Any, argument: str) -> Iterator[tuple[str, str]]:
+    """Yield the first names of the modules that an entry means, with their kinds."""
     kind: str | None = None
-    opened = False
+    opened = False  # a list means its children
     if isinstance(entry, str) and entry in names.modules:
         found, opened = [entry], argument == "layers"
     elif isinstance(entry, str):
-        found, kind = [*names.matching(entry)], entry
+        kind = entry
+        found = [*names.outermost({name: kind for name in names.modules if name and fnmatchcase(name, kind)})]
         if not found:
             raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
     elif isinstance(entry, Module):
@@ -421,7 +373,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
                 f"{argument} has a {type(entry).__name__} that is no part of this {names.title}: pass modules of the "
                 "model itself, not of a copy of it or of a model around it."
             )
-        found, opened = [names.first[entry]], alone and argument == "layers"
+        found = [names.first[entry]]
     else:
         kind, modules = entry.__name__, names.modules.items()
         found = [name for name, module in modules if isinstance(module, entry) or isinstance(unwrap(module), entry)]

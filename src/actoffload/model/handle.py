@@ -29,7 +29,7 @@ from ..schedule.timeline import Timeline
 from ..tune.exchange import ModelRanks
 from ..tune.findings import Findings, Fit
 from .follow import KEPT, ModelState, follow, handle_of, refuse_scripted, unfollow
-from .groups import Names, check_entries, find_modules, planned_modules, split_default
+from .groups import Names, find_modules, planned_modules, read_entries
 from .reporting import describe
 from .steering import Fixed, Steering
 from .tracker import Tracker
@@ -324,7 +324,8 @@ def offload_model(
     fraction, max_inflight, budget = given["fraction"], given["max_inflight"], given["memory_budget"]
     check_whole(num_layers=num_layers, optional=True)
     schedule = GroupSchedule(num_layers, 1.0 if fraction is None else fraction, max_inflight)
-    check_entries(layers, keep)
+    entries = read_entries("layers", ... if layers is None else layers)
+    keep = read_entries("keep", keep)
     by_hand = (num_layers, fraction, max_inflight) != (None, None, None)
     if limits["memory_budget"] is not None and (by_hand or plan is not None):
         raise ValueError(
@@ -342,10 +343,9 @@ def offload_model(
     names = Names(module)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-        layers = planned_modules(names, plan.names)
-    by_choice = by_hand or not split_default(layers)[0]
+        entries = planned_modules(names, plan.names)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
-    state = ModelState(find_modules(names, layers, keep), engine)
+    state = ModelState(find_modules(names, entries, keep), engine)
     check_num_layers(num_layers, [group.kind for group in state.groups])
 
     # With "auto" the planner chooses the operators that run again, from measured times.
@@ -371,7 +371,7 @@ def offload_model(
         steering = Fixed(state, schedule, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
-    handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_choice)
+    handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_hand and ... in entries)
     problem = unsupported()
     if problem is not None:
         warn(problem)

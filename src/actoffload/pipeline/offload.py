@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, overload
@@ -16,7 +16,7 @@ from .._torch import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..model import OffloadHandle, offload_model
-from ..model.groups import check_entries
+from ..model.groups import read_entries
 from ..replay.policy import Policy, PolicyArgument, policy_for
 from ..schedule.plan import Plan
 from ..tune.exchange import PipelineRanks, Settings
@@ -165,9 +165,8 @@ def offload(
     >>> handle.remove()
     """
     common: dict[str, Any] = {
-        # An iterator is read once.
-        "layers": list(layers) if isinstance(layers, Iterator) else layers,
-        "keep": list(keep) if isinstance(keep, Iterator) else keep,
+        "layers": layers,
+        "keep": keep,
         "min_bytes": min_bytes,
         "fraction": fraction,
         "max_host_bytes": max_host_bytes,
@@ -218,7 +217,7 @@ def _offload_schedule(
         )
     backend = devices.backend()
     checked = checked_limits(backend.total_memory(), **given)
-    check_entries(layers, keep)
+    layers, keep = read_entries("layers", ... if layers is None else layers), read_entries("keep", keep)
     numbers = (given[name] for name in ("fraction", "max_inflight", "delta_bytes_per_rank", "memory_budget"))
     without = backend.times or any(number is not None for number in numbers)
     limits = Limits(
