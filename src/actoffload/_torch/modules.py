@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch.nn import Module
 
@@ -59,6 +59,12 @@ class Follower:
         self.ref = weakref.ref(followed)
         self.before: dict[str, Any] = {}  # what was in the ``__dict__`` in place of our methods
         self._names: tuple[str, ...] = ()
+
+    @classmethod
+    def find(cls, followed: Any) -> Self | None:
+        """Return what follows an object, if anything does."""
+        found: Self | None = vars(followed).get(cls.entry)
+        return None if found is None or found.ref() is not followed else found
 
     def install(self, methods: Mapping[str, Any]) -> None:
         """Put methods and the follower itself into the ``__dict__``."""

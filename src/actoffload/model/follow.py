@@ -262,7 +262,7 @@ def follow(modules: Sequence[FollowedModule], tracker: Any, handle: Any) -> None
         refuse_scripted(followed.module, followed.name)
     try:
         for followed in modules:
-            follower = _follower_of(followed.module) or _Follower(followed.module)
+            follower = _Follower.find(followed.module) or _Follower(followed.module)
             if follower.is_lost:
                 follower.follow()
             follower.all_following = (*follower.all_following, _Following(tracker, followed, handle))
@@ -275,7 +275,7 @@ def unfollow(modules: Iterable[FollowedModule]) -> None:
     """Follow these modules no longer; no forward of them may be in progress."""
     for followed in modules:
         module = followed.ref()
-        follower = None if module is None else _follower_of(module)
+        follower = None if module is None else _Follower.find(module)
         if module is not None and follower is not None:
             follower.all_following = tuple(each for each in follower.all_following if each.followed is not followed)
             # [guard: module of another handle -> True]
@@ -285,7 +285,7 @@ def unfollow(modules: Iterable[FollowedModule]) -> None:
 
 def handle_of(model: Module) -> Any:
     """Return the handle that follows a model as its root, or None."""
-    follower = _follower_of(model)
+    follower = _Follower.find(model)
     all_following = () if follower is None else follower.all_following
     handles = (each.handle for each in all_following if each.followed.role is ROOT and each.handle.installed)
     return next(handles, None)
@@ -295,16 +295,10 @@ def lost_modules(modules: Iterable[FollowedModule]) -> Iterator[str]:
     """Yield a sentence about each module that is followed no longer, because the program replaced something."""
     for followed in modules:
         module = followed.ref()
-        follower = None if module is None else _follower_of(module)
+        follower = None if module is None else _Follower.find(module)
         if (module is None and followed.role is not ROOT) or (follower is not None and follower.is_lost):
             what = "module" if module is None else "forward of the module"
             yield (
                 f"The {what} '{followed.name}' has been replaced or deleted since offload was called; what took its "
                 "place is not offloaded. Call remove() of the handle, then offload again."
             )
-
-
-def _follower_of(module: Module) -> _Follower | None:
-    """Return what follows a module, if anything does."""
-    found: _Follower | None = vars(module).get(_Follower.entry)
-    return None if found is None or found.ref() is not module else found

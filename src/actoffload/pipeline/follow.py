@@ -28,24 +28,10 @@ class _Follower(Follower):
         self.handle, self.around = handle, around
 
 
-def _forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> tuple[Computation, int, Any]:
-    return Computation.FORWARD, fwd_chunk_id, (args, kwargs)
-
-
-def _backward(
-    bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
-) -> tuple[Computation, int, Any]:
-    return Computation.BACKWARD if full_backward else Computation.BACKWARD_INPUT, bwd_chunk_id, ()
-
-
-def _backward_weight(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> tuple[Computation, int, Any]:
-    return Computation.BACKWARD_WEIGHT, bwd_chunk_id, ()
-
-
-_COMPUTATIONS: dict[str, Callable[..., tuple[Computation, int, Any]]] = {
-    "forward_one_chunk": _forward,
-    "backward_one_chunk": _backward,
-    "backward_weight_one_chunk": _backward_weight,
+_COMPUTATIONS = {
+    "forward_one_chunk": Computation.FORWARD,
+    "backward_one_chunk": Computation.BACKWARD,
+    "backward_weight_one_chunk": Computation.BACKWARD_WEIGHT,
 }
 
 
@@ -54,13 +40,15 @@ def _method(name: str) -> Callable[..., Any]:
 
     def method(follower: _Follower, *args: Any, **kwargs: Any) -> Any:
         followed, original = follower.ref(), follower.original(name)
-        assert followed is not None
-        if vars(followed).get(follower.entry) is not follower:  # another library may call ours after removal
+        if _Follower.find(followed) is not follower:  # another library may call ours after removal
             return original(*args, **kwargs)
         given: tuple[Any, ...] = ()
         if name in _COMPUTATIONS:
-            computation, microbatch, inputs = _COMPUTATIONS[name](*args, **kwargs)
-            given = Step(followed.stage_index, computation, microbatch), inputs
+            computation = _COMPUTATIONS[name]
+            if not kwargs.get("full_backward", True):
+                computation = Computation.BACKWARD_INPUT
+            inputs = (args[1:], kwargs) if computation is Computation.FORWARD else ()
+            given = Step(followed.stage_index, computation, args[0]), inputs  # type: ignore[union-attr]
         with follower.around(followed, *given):
             return original(*args, **kwargs)
 
@@ -94,14 +82,13 @@ def follow(
 def unfollow(followed: Sequence[Any]) -> None:
     """Follow these schedules and stages no longer; may be repeated."""
     for each in followed:
-        follower: _Follower | None = vars(each).get(_Follower.entry)
-        if follower is not None:
+        if (follower := _Follower.find(each)) is not None:
             follower.strip(vars(each))
 
 
 def handle_of(schedule: Any) -> Any:
     """Return the handle that follows a schedule, or None."""
-    follower: _Follower | None = vars(schedule).get(_Follower.entry)
+    follower = _Follower.find(schedule)
     return None if follower is None else follower.handle
 
 
