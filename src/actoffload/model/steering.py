@@ -25,9 +25,8 @@ from .replays import OperatorTimes
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """How a forward is followed: the expected order of the groups, and the plan for an order."""
+    """How a forward is followed."""
 
-    order: Sequence[int] = ()
     plan_for: Callable[[tuple[int, ...]], Plan] = lambda order: Plan(max(len(order), 1))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     scoped: bool = False  # hooks are installed only in groups that are offloaded or recomputed, see [Note: modes]
@@ -73,8 +72,9 @@ class Steering:
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
         raise RuntimeError(
-            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
-            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
+            "What other plans cost is not known, because nothing is measured of this model alone: on an accelerator, "
+            "call offload(model) without num_layers, fraction, max_inflight and plan, and run steps until "
+            "handle.settling is False."
         )
 
     def next_choice(self) -> str:
@@ -153,7 +153,7 @@ class Fixed(Steering):
         unseen = self._seen < (2 if followed.recompute else 1)
         whole = isinstance(self._given, GroupSchedule) or unseen or alone or busy
         whole = whole or self.state.log.records or self._adopts
-        return PassSettings(self.state.order, followed.plan_for, followed.recompute, scoped=not whole)
+        return PassSettings(followed.plan_for, followed.recompute, scoped=not whole)
 
     def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn whether a forward has to be followed as a whole."""

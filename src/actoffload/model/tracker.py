@@ -171,7 +171,7 @@ class Tracker:
             for message in lost_modules(self._state.modules):
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
-            order, owned = ExecutionOrder(settings.order), ModuleTensors(None, thread.owned)
+            order, owned = ExecutionOrder(self._state.order), ModuleTensors(None, thread.owned)
             current = ModelPass(self._engine, order, settings.plan_for, owned, partly=settings.scoped)
             if settings.begun is not None:
                 settings.begun(current)

@@ -391,7 +391,7 @@ class Tuner(Steering):
 
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
-        settings = PassSettings(self.state.order, recompute=self._policies, operators=operators)
+        settings = PassSettings(recompute=self._policies, operators=operators)
         return (
             settings if self._engine.host_room() == 0 else replace(settings, plan_for=lambda order: leanest(len(order)))
         )
@@ -404,7 +404,7 @@ class Tuner(Steering):
             self._engine.counters.passes += 1
             return None
         scoped = not (whole or found.adopts)
-        return PassSettings(self.state.order, followed.plan_for, followed.recompute, scoped)
+        return PassSettings(followed.plan_for, followed.recompute, scoped)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""

@@ -5,7 +5,7 @@ They are followed by the plan of the rank; before there is one, everything is of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -125,22 +125,22 @@ class RankStage(Steering):
         Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
         """
         conductor = self._conductor
-        microbatch, order = conductor.forward_of(self.index), self.state.order
+        microbatch = conductor.forward_of(self.index)
         if microbatch is None and (alone or not conductor.training):
             return None
         if microbatch is None:  # the metadata inference of the schedule
-            return PassSettings(order, lambda order: leanest(len(order)), self._policies)
+            return PassSettings(lambda order: leanest(len(order)), self._policies)
         offloaded, scoped = None, False
         if microbatch.planned:
             offloaded = conductor.offloaded(microbatch.stage, microbatch.number)
             if conductor.scoped and not self.adopts and not self.state.log.records:
-                every = self._ran.issubset(order)  # otherwise those that were skipped may run again
+                every = self._ran.issubset(self.state.order)  # otherwise those that were skipped may run again
                 if every and conductor.idle and not self._policies:
                     return None
                 scoped = True
         begun = partial(conductor.pass_begins, microbatch)
         plan_for = lambda order: _forward_plan(len(order), offloaded)  # noqa: E731
-        return PassSettings(order, plan_for, self._policies, scoped, self.operators, begun)
+        return PassSettings(plan_for, self._policies, scoped, self.operators, begun)
 
     def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
@@ -165,20 +165,10 @@ class RankStage(Steering):
             pairs = zip(saved, self.saved, strict=True)
             self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
 
-    def costs(self) -> Any:
-        """Refuse: the plan is one for all stages."""
-        raise RuntimeError(
-            "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."
-        )
-
     def plan(self) -> Plan:
         """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
         order, plan = self.state.order, self._conductor.plan
-        offloaded: Collection[int] = range(len(order))
-        if plan is not None:
-            offloaded = self._conductor.offloaded(self.index, 0)
-        calls = [call for k in range(len(order) - 1) if k in offloaded for call in leanest_calls(k)]
-        because = "" if plan is None else plan.because
-        return Plan.of(
-            max(len(order), 1), calls, names=self.names, nbytes=self.state.log.bytes_of(order), because=because
-        )
+        chosen = range(len(order)) if plan is None else self._conductor.offloaded(self.index, 0)
+        calls = [call for k in range(len(order) - 1) if k in chosen for call in leanest_calls(k)]
+        because, nbytes = "" if plan is None else plan.because, self.state.log.bytes_of(order)
+        return Plan.of(max(len(order), 1), calls, names=self.names, nbytes=nbytes, because=because)
