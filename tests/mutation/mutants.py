@@ -50,8 +50,8 @@ INSTEAD: dict[str, str] = {
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": ("kept.add(storage, __import__('types').SimpleNamespace(expired=False))"),
     "keep: address of a final storage": (
-        "finals.add(tensor.untyped_storage(), __import__('types').SimpleNamespace(expired=False, version=note.version, "
-        "event=event, captured=note.captured, whole=note.whole, wrappers=wrappers))"
+        "note = __import__('types').SimpleNamespace(expired=False, version=version_of(tensor), event=event, "
+        "captured=backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)"
     ),
     "keep: host memory": (
         "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, self._fence)"

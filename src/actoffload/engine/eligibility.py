@@ -400,8 +400,9 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
             if backend.checks:
                 backend.saved(tensor, stream)
             event = backend.record(stream)
+            # [keep: address of a final storage]
             note = Final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
-            finals.add(tensor.untyped_storage(), note)  # [keep: address of a final storage]
+            finals.add(tensor.untyped_storage(), note)
 
 
 def _checked(values: Iterable[Any], name: str) -> list[Any]:
