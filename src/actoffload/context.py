@@ -261,10 +261,6 @@ class ManualController:
     a hook that runs in backward, the pass of that backward; else the calling thread's latest.  `in_pass` is another
     pass in flight.  Each method raises `ValueError` if there is no such layer, and `RuntimeError` if the layer has not
     run, is still in its forward, or the call is out of order.
-
-    Notes
-    -----
-    Names and meaning are those of the manual controller in Transformer Engine's PyTorch API.
     """
 
     def __init__(self, context: OffloadContext) -> None:
@@ -373,11 +369,6 @@ def get_cpu_offload_context(
         If ``num_layers == model_layers - 1``, so that no copy overlaps with compute; later, if `model_layers` is wrong.
     DeprecationWarning
         If a deprecated argument is not at its default.
-
-    Notes
-    -----
-    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``, and
-    `max_host_bytes` is added.
 
     Examples
     --------

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from .._torch.tensors import backward_id
-from ..device.base import Backend, Stream, StreamEvent
+from ..device.base import Backend, Stream, StreamEvent, current_stream
 from ..schedule.timeline import Kind, Span, Timeline
 from .host_pool import Resources, dropped, settle
 from .layout import union
@@ -174,7 +174,7 @@ class TimelineRecorder:
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Start a span of compute on the current stream; that of another owner in the same backward ends."""
-        stream = self._stream()
+        stream = current_stream(self._backend)
         if kind is Kind.BACKWARD:
             # Autograd runs what was computed last first, so backward does not return to a pass that it has left.
             for key, (on, *_) in list(self._running.items()):
@@ -196,19 +196,16 @@ class TimelineRecorder:
 
     def level(self, *, outside: bool = False) -> None:
         """Note the resident bytes as of the present end of the current stream; `outside` of groups they changed."""
-        event = self._backend.record_timed(self._stream())
+        event = self._backend.record_timed(current_stream(self._backend))
         self._starts.append(event)
         self._resident.append((event, self._counters.resident_bytes))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Leave what the host does in this block, which is no part of the step, out of the timeline."""
-        begun = self._backend.record_timed(self._stream())
+        begun = self._backend.record_timed(current_stream(self._backend))
         yield
-        self._gaps.append((begun, self._backend.record_timed(self._stream())))
-
-    def _stream(self) -> Stream:
-        return self._backend.current_stream(self._backend.current_device())
+        self._gaps.append((begun, self._backend.record_timed(current_stream(self._backend))))
 
     def timeline(self) -> Timeline:
         """Return the spans in seconds since the first event; the first call waits for the device."""
