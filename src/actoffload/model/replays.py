@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -81,9 +81,11 @@ class Replays:
     """What is known of the groups among the followed modules of a model; values of less than `min_bytes` stay."""
 
     def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: int) -> None:
-        self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
+        self._backend, self._min_bytes = backend, min_bytes
         self._kinds: defaultdict[int, list[_Kind]] = defaultdict(list)  # by group: of its calls, the latest one first
-        self._alone: dict[int, bool] = {}
+        kept = {each.ref() for each in modules if each.role is KEPT}
+        # Groups with kept modules inside.
+        self._around = {each.group for each in modules if not kept.isdisjoint([*each.module.modules()][1:])}
         self.refused: dict[str, str] = {}  # by the name of a group: why it is not replayed though it should be
         self._passes = 0
         self._count = sum(followed.group >= 0 for followed in modules)  # of groups, which are numbered from 0
@@ -119,7 +121,8 @@ class Replays:
         kinds = self._kinds[group]
         attributes = next((each.attributes for each in kinds if each.attributes.holds), None) or Attributes(module)
         compiled = followed.compiled or attributes.is_compiled
-        arguments, tensors = (None, []) if compiled else describe(args, kwargs)
+        tensors: list[torch.Tensor] = []
+        arguments = None if compiled else _describe((args, kwargs), tensors, {})
         device = self._backend.type
         key = arguments, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         kind = next((each for each in kinds if each.attributes is attributes and each.key == key), None)
@@ -181,11 +184,7 @@ class Replays:
             return AROUND
         if in_transform(vmap=True):  # group inside of vmap
             return TRANSFORM
-        if followed.group not in self._alone:
-            inside = {*followed.module.modules()} - {followed.module}
-            kept = {each.ref() for each in self._modules if each.role is KEPT}
-            self._alone[followed.group] = inside.isdisjoint(kept)
-        return "" if self._alone[followed.group] else INSIDE  # group with kept modules inside
+        return INSIDE if followed.group in self._around else ""
 
     def refusals(self) -> str:
         """Return which groups are not replayed though they should be, and why, in sentences; empty if all are."""
@@ -356,14 +355,11 @@ def _reference(value: Any, freed: Callable[[Any], object] | None = None) -> Any:
         return value
 
 
-def describe(args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return what programs depend on of arguments, to be compared with those of another call, and their tensors."""
-    tensors: list[torch.Tensor] = []
-    return _describe((args, kwargs), tensors, {}), tensors
-
-
 def _describe(given: Any, tensors: list[torch.Tensor], first: dict[int, tuple[int, int]]) -> Any:
-    """Describe an argument; `first` has the number and offset in bytes of the first tensor on each storage."""
+    """Return what programs depend on of an argument, to be compared with another; add its tensors to `tensors`.
+
+    `first` has the number and offset in bytes of the first tensor on each storage.
+    """
     kind: Any = type(given)
     if kind in _OFTEN:
         return kind, given
@@ -409,7 +405,6 @@ class OperatorTimes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._known: dict[int, tuple[Program, Times]] = {}
-        self._timed: Counter[Hashable] = Counter()  # by what a program does: groups in which it was timed
         self.saved: dict[int, list[int]] = {}  # by compiled group: bytes of the storages that it saves as it is
 
     @property
@@ -419,9 +414,8 @@ class OperatorTimes:
 
     def measure(self, group: int, program: Program, source: Any, beginning: Any) -> None:
         """Time the operators of the program of a group, unless those of enough groups that do the same were timed."""
-        key = _work_of(program)
-        self._timed[key] += 1
-        times = measure(program, source, beginning, self._backend) if self._timed[key] <= TIMED else []
+        alike = sum(_work_of(known) == _work_of(program) for known, _ in self._known.values())
+        times = measure(program, source, beginning, self._backend) if alike < TIMED else []
         self._known[group] = program, times
 
     def costs(self) -> dict[int, list[OperatorCost]]:

@@ -77,14 +77,8 @@ def _unedited(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-class _Latest(threading.local):
-    """The call of which a part was filled last, in a backward that keeps its graph."""
-
-    backward = NO_BACKWARD
-    call: Callable[[], Call | None] = staticmethod(lambda: None)
-
-
-_latest = _Latest()
+_latest = threading.local()
+"""The latest `backward` of a thread that keeps its graph, and a weak reference to the `call` that it came to last."""
 
 
 class Call:
@@ -114,9 +108,7 @@ class Call:
         self._dropped: dict[int, weakref.ref[Slot]] = {}  # by entry
         self._values: dict[int, tuple[Tensor, int]] = {}  # made for parts that are not filled, and their versions
         self._filled: set[int] = set()
-        self._whole = False  # all is made at once
         self._frees = False  # a backward has freed a part of its graph
-        self._backward = NO_BACKWARD  # the latest in which something was made
         self._lock = threading.RLock()
 
     # Forward
@@ -183,7 +175,9 @@ class Call:
         try:
             with self._lock:
                 if slot.tensor is None:
-                    self._fill(WHOLE if self._whole else self.program.trace.entries[slot.number].segment)
+                    # Before the end of its forward, parts are made that are dropped.
+                    whole = self.program.policy.holds and self._packer is None
+                    self._fill(WHOLE if whole else self.program.trace.entries[slot.number].segment)
                 tensor = slot.unpack()
                 if backward_id() == NO_BACKWARD:
                     self._empty()
@@ -201,14 +195,12 @@ class Call:
         program, now = self.program, backward_id()
         frees = now != NO_BACKWARD and not keeps_graph()
         if not frees:
-            before = _latest.call() if now == _latest.backward else None
+            before = _latest.call() if now == getattr(_latest, "backward", None) else None
             if before is not None and before is not self:
                 before._empty()
             _latest.backward, _latest.call = now, weakref.ref(self)
             self._empty_slots()
-        if now != self._backward:
-            self._backward = now
-            if not frees and now != NO_BACKWARD:
+            if now != NO_BACKWARD:
                 after_backward(self._empty)
         values = {value: _unedited(*made) for value, made in self._values.items()}
         others = frozenset() if part == WHOLE else frozenset(program.parts.keys() - self._filled - {part})
@@ -336,7 +328,6 @@ class FollowingCall(Call):
         self.agrees = complete and self._drew_as_traced(self.program.trace.drawn)
         if self.agrees:
             self._drop(self.program.last_drop)
-            self._whole = self.program.policy.holds
             self._end()
         else:
             self.give_up()
@@ -397,7 +388,6 @@ class TracedCall(Call):
         if self._timer is not None:
             self._timer(whole, sources, self._beginning)
         self._drop_slots(self._slots)
-        self._whole = self._policy.holds
         self._end()
 
     def _end(self) -> None:

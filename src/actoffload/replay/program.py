@@ -340,12 +340,10 @@ class Program:
             ready[value] = max(self.saves[value][-1], *(self.kept.get(each, 0) for each in sources), 0)
         gone: set[int] = set()
         drops_at: dict[int, Drop] = {}
-        for number, (segment, following) in enumerate(pairwise(entry.segment for entry in trace.entries)):
-            if segment == following:
-                continue
+        for number, (entry, following) in enumerate(pairwise(trace.entries)):
             dropped = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in dropped)
-            if dropped and nbytes >= self.dropped_bytes / PARTS:
+            if entry.segment != following.segment and dropped and nbytes >= self.dropped_bytes / PARTS:
                 drops_at[number] = self._drop(dropped)
                 gone |= dropped
         return drops_at, self._drop(self.dropped - gone)

@@ -208,14 +208,12 @@ class Alarm:
         self._made_by: list[tuple[str, Node] | None] = [None] * ROWS
         self._numbers = count()
         self._unread = False  # something was compared whose result was not asked for
-        self._backward = NO_BACKWARD  # the latest one in which something was compared
         self._reading: list[_Reading] = []
         self.samples = 0  # that were compared
 
     def compare(self, sample: tuple[Where, Tensor], tensor: Tensor, name: str, node: Node) -> None:
         """Compare a value that an operator of the module with a name has made again with bits of it before."""
-        if backward_id() not in (NO_BACKWARD, self._backward):
-            self._backward = backward_id()
+        if not self._unread and backward_id() != NO_BACKWARD:
             after_backward(self._read)
         flags = self._flags.get(tensor.device)
         if flags is None:
