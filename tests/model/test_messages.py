@@ -53,9 +53,7 @@ EXAMPLES = [
     Room(None, Peak(5)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
     RankCosts(
-        1,
-        (Step(0, Computation.FORWARD, 0),),
-        {0: ("a", "b")},
+        Plan.of_rank(1, (Step(0, Computation.FORWARD, 0),), {0: ("a", "b")}),
         {0: StageCost((COST, COST), 1, 2, 3, 6, split=True)},
         LINK,
         again={0: [(VARIANT,), (VARIANT, VARIANT)]},

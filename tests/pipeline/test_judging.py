@@ -7,7 +7,8 @@ import pytest
 
 from actoffload.pipeline.first_steps import FirstSteps, Limits, Plans, RankCosts, agreed, plans_of
 from actoffload.planner import Variant
-from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
+from actoffload.schedule import LayerCost, Link, Plan, StageCost, one_f_one_b
+from actoffload.schedule.simulate import rank_plans
 from actoffload.tune.script import Trial
 
 PLAIN = LayerCost.even(1000, forward=1.0, backward=2.0)
@@ -20,10 +21,8 @@ def measured(rate: float = 200.0) -> list[RankCosts]:
     """Return what two ranks have measured, each with a stage of two groups."""
     ways = [(Variant(PLAIN), Variant(AGAIN, ()))] * 2
     return [
-        RankCosts(
-            rank, order, {rank: ("a", "b")}, {rank: StageCost((PLAIN,) * 2)}, Link(rate, rate), LIMIT, {rank: ways}
-        )
-        for rank, order in enumerate(one_f_one_b(2, 8))
+        RankCosts(plan, {rank: StageCost((PLAIN,) * 2)}, Link(rate, rate), LIMIT, {rank: ways})
+        for rank, plan in enumerate(rank_plans(one_f_one_b(2, 8), [StageCost((PLAIN,) * 2)] * 2))
     ]
 
 
@@ -72,7 +71,7 @@ def test_plans_that_fit_win_over_faster_ones(over):
 
 
 def copied(rank: int, limit: int | None) -> RankCosts:
-    return RankCosts(rank, (), {}, {}, Link(1e9 + rank, 1e9), limit)
+    return RankCosts(Plan(0, rank=rank), {}, Link(1e9 + rank, 1e9), limit)
 
 
 def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first():
@@ -80,6 +79,6 @@ def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first
     second = [copied(3, 4), copied(4, 9), copied(5, 8)]
     found = agreed([first, second])
     assert [each.limit for each in found] == [4, 9, 7]
-    assert [each.rank for each in found] == [0, 1, 2]
+    assert [each.plan.rank for each in found] == [0, 1, 2]
     assert [each.link.d2h - 1e9 for each in found] == [0, 1, 2]
     assert agreed([first, [*second[:2], None]]) is None

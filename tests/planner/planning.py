@@ -10,7 +10,6 @@ from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Knobs
 from actoffload.planner.search import Ranks
 from actoffload.schedule import LayerCost, Link, Plan, Saved
-from actoffload.schedule.orders import model_order
 from actoffload.schedule.simulate import model_stages
 
 __all__ = ["GIB", "MIB", "choose_plain", "convex", "groups", "leanest", "links", "model_ranks", "names_of", "steps"]
@@ -64,7 +63,7 @@ def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> Plan:
 
 def model_ranks(costs: Sequence[LayerCost], link: Link) -> Ranks:
     """Return a model as the planner runs it."""
-    return Ranks([model_order(len(costs))], model_stages(costs), link, {}, Knobs())
+    return Ranks([Plan(len(costs))], model_stages(costs), link, {}, Knobs())
 
 
 def leanest(costs: Sequence[LayerCost], link: Link) -> int:

@@ -22,6 +22,7 @@ from actoffload.schedule import (
     read_order,
     simulate,
 )
+from actoffload.schedule.simulate import rank_plans
 
 RECORDED = Path(__file__).with_name("golden.json")
 Numbers = list[float]
@@ -85,7 +86,7 @@ def plans_of_pipelines() -> Iterator[tuple[str, Numbers]]:
     }
     for name, (orders, stages, link, given) in cases.items():
         budget = given.pop("budget", None)
-        plans = plan_pipeline(orders, stages, link, budgets=[budget] * len(orders), **given)
+        plans = plan_pipeline(rank_plans(orders, stages), stages, link, budgets=[budget] * len(orders), **given)
         yield name, [plans[0].seconds or 0.0, *(plan.peak_bytes or 0 for plan in plans)]
 
 

@@ -97,4 +97,4 @@ def test_plans_that_cannot_be(calls: list[tuple[Event, Action]], problem: str) -
 )
 def test_orders_that_cannot_be(order: list[str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        Plan(1, rank=0, order=read_order(order), stages=(0,))
+        _ = Plan(1, rank=0, order=read_order(order), stages=(0,)).uses

@@ -1,6 +1,7 @@
 """Random pipelines for property tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
@@ -25,6 +26,8 @@ from actoffload.schedule import (
     one_f_one_b,
     read_order,
 )
+from actoffload.schedule.plan import steps_of
+from actoffload.schedule.simulate import rank_plans
 
 Orders = Sequence[tuple[Step, ...]]
 
@@ -132,29 +135,19 @@ def split_backwards(order: Sequence[Step], later: int) -> tuple[Step, ...]:
 @st.composite
 def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[Plan]:
     """Return plans with any legal events."""
-    return [draw(plan_of_rank(rank, order, costs)) for rank, order in enumerate(orders)]
+    return [draw(plan_of_rank(plan, costs)) for plan in rank_plans(orders, costs)]
 
 
 @st.composite
-def plan_of_rank(draw: st.DrawFn, rank: int, order: Sequence[Step], costs: Sequence[StageCost]) -> Plan:
-    mine = sorted({step.stage for step in order})
-    stages = tuple(stage for stage in mine for _ in costs[stage].groups)
-    given = {
-        "nbytes": tuple(cost.nbytes for stage in mine for cost in costs[stage].groups),
-        "rank": rank,
-        "order": tuple(order),
-        "stages": stages,
-        "splits": tuple(stage for stage in mine if costs[stage].split),
-    }
-    empty = Plan(len(stages), **given)
+def plan_of_rank(draw: st.DrawFn, empty: Plan, costs: Sequence[StageCost]) -> Plan:
     events, calls = list(empty.events()), []
-    for layer, microbatch in product(range(len(stages)), {step.microbatch for step in order}):
+    for layer, microbatch in product(range(empty.model_layers), {step.microbatch for step in empty.order}):
         saved = Event(When.FORWARD_START, layer, microbatch)
         between = range(events.index(saved) + 1, events.index(empty.first_use(layer, microbatch)) + 1)
         if between and draw(st.booleans()):
             release, reload = sorted(draw(st.sampled_from(between)) for _ in range(2))
             places = (release, Do.RELEASE), (reload, Do.RELOAD), (events.index(saved), Do.OFFLOAD)
             calls += [(place, kind, Action(do, layer, microbatch)) for kind, (place, do) in enumerate(places)]
-    return Plan.of(
-        len(stages), ((events[place], action) for place, _, action in sorted(calls, key=itemgetter(0, 1))), **given
-    )
+    ordered = ((events[place], action) for place, _, action in sorted(calls, key=itemgetter(0, 1)))
+    sizes = tuple(cost.nbytes for stage in empty.layers for cost in costs[stage].groups)
+    return replace(empty, steps=steps_of(ordered), nbytes=sizes)

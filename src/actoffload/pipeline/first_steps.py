@@ -19,7 +19,6 @@ from ..model.replays import OperatorTimes
 from ..planner import Variant, plan_pipeline
 from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, Saved, StageCost
-from ..schedule.orders import Computation, Step
 from ..schedule.plan import Plan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
 from ..tune.exchange import PipelineRanks
@@ -35,9 +34,7 @@ T = TypeVar("T")
 class RankCosts:
     """What one rank knows before all of them plan."""
 
-    rank: int
-    order: tuple[Step, ...]
-    names: Mapping[int, tuple[str, ...]]  # by stage
+    plan: Plan  # that keeps everything
     costs: Mapping[int, StageCost]  # by stage
     link: Link
     limit: int | None = None  # bytes of device memory
@@ -45,7 +42,7 @@ class RankCosts:
     again: Mapping[int, Sequence[tuple[Variant, ...]]] = field(default_factory=dict)
 
 
-register(RankCosts, Step, Computation, StageCost, LayerCost, Saved, Link, Variant)
+register(RankCosts, StageCost, LayerCost, Saved, Link, Variant)
 
 
 def agreed(pipelines: Sequence[Sequence[RankCosts | None]]) -> list[RankCosts] | None:
@@ -89,11 +86,10 @@ def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = Fal
     variants = {stage: ways for each in measured for stage, ways in each.again.items()}
     if whole and not any(len(group) > 1 for groups in variants.values() for group in groups):
         return ()
-    names = {stage: groups for each in measured for stage, groups in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     stages, link = [costs[stage] for stage in sorted(costs)], Link.slowest(each.link for each in measured)
-    orders = [each.order for each in measured]
-    plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
+    ranks = [each.plan for each in measured]
+    plan = partial(plan_pipeline, ranks, stages, link, max_inflight=limits.max_inflight)
     if limits.by_hand and not whole:
         plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
         if not exceed(plans, measured):
@@ -266,14 +262,16 @@ class FirstSteps(Script):
         costs = {stage.index: self._cost(stage) for stage in self.stages}
         if plan is None and self._limits.may_recompute:
             self._ways = {stage.index: self._ways_of(stage, costs[stage.index]) for stage in self.stages}
+        splits = [stage for stage, cost in costs.items() if cost.split]
+        rank = Plan.of_rank(self.rank, learned.order, names, splits)
         if not all(known.keys() >= set(names[stage]) for stage, known in self._ways.items()):
-            return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs))
+            return RankCosts(rank, costs, link, self._limit(costs))
         if plan is not None:
             self._grow(plan)
         ways = {stage: [known[name] for name in names[stage]] for stage, known in self._ways.items()}
         for stage, groups in ways.items():
             costs[stage] = replace(costs[stage], groups=tuple(group[0].cost for group in groups))
-        return RankCosts(self.rank, learned.order, names, costs, link, self._limit(costs), ways)
+        return RankCosts(rank, costs, link, self._limit(costs), ways)
 
     def _cost(self, stage: RankStage) -> StageCost:
         """Return what a stage costs as its groups run now."""
@@ -315,7 +313,7 @@ class FirstSteps(Script):
 
     def _outdated(self, plan: Plan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
-        mine = next(each for each in self.known if each.rank == self.rank)
+        mine = next(each for each in self.known if each.plan.rank == self.rank)
         for stage in self.stages:
             part = plan.part(stage.index)
             # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
@@ -333,10 +331,12 @@ class FirstSteps(Script):
         mine = None if before.saves and self.exchange.replicas else self.measured(before)
         if mine is None:
             return
-        self.known = [mine if each.rank == self.rank else each for each in self.known]
-        microbatches = {step.microbatch for step in mine.order}
+        self.known = [mine if each.plan.rank == self.rank else each for each in self.known]
+        microbatches = {step.microbatch for step in mine.plan.order}
         known = [  # the order of a rank that ran other ones is not known
-            each if {step.microbatch for step in each.order} == microbatches else replace(each, order=())
+            each
+            if {step.microbatch for step in each.plan.order} == microbatches
+            else replace(each, plan=Plan(0, rank=each.plan.rank))
             for each in self.known
         ]
         try:

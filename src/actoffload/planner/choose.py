@@ -6,13 +6,12 @@ Without a limit, or if everything fits, nothing is offloaded and nothing recompu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from .._text import size
 from ..schedule.costs import Link, StageCost
-from ..schedule.orders import Step, model_order
 from ..schedule.plan import Plan
 from ..schedule.simulate import model_stages, simulate
 from .placement import ROUNDING, Knobs, Placement, Profile
@@ -117,8 +116,8 @@ class _Model(Ranks):
         self, names: Sequence[str], groups: Groups, link: Link, host_seconds: float, knobs: Knobs, *, holds: bool
     ) -> None:
         stages, variants = model_stages([group[0].cost for group in groups]), dict(enumerate([each] for each in groups))
-        super().__init__([model_order(len(groups))], stages, link, variants, knobs, host_seconds)
-        self._names, self._host_seconds, self._holds = tuple(names), host_seconds, holds
+        super().__init__([Plan(len(groups), names=tuple(names))], stages, link, variants, knobs, host_seconds)
+        self._host_seconds, self._holds = host_seconds, holds
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
@@ -148,13 +147,12 @@ class _Model(Ranks):
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
         taken = [self.taken(stage)[0] for stage in range(len(self.plain))]
-        found = Plan(len(taken), placement.steps())
+        found = replace(self.plans[0], steps=placement.steps())
         costs = [way.cost for way in taken]
         expected = simulate(found, costs, self.pipeline.link, host_seconds=self._host_seconds)
         pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.plain, strict=True)]
         return replace(
             found,
-            names=self._names,
             nbytes=tuple(cost.nbytes for cost in costs),
             seconds=expected.step_time,
             baseline_seconds=self.baseline_seconds,
@@ -170,11 +168,10 @@ class _Model(Ranks):
 
 
 def plan_pipeline(
-    orders: Sequence[Sequence[Step]],
+    plans: Sequence[Plan],
     stages: Sequence[StageCost],
     link: Link,
     *,
-    names: Mapping[int, Sequence[str]] | None = None,
     fraction: float | None = None,
     delta_bytes_per_rank: int | None = None,
     max_inflight: int | None = None,
@@ -182,7 +179,7 @@ def plan_pipeline(
     variants: StageVariants | None = None,
     whole: bool = False,
 ) -> tuple[Plan, ...]:
-    """Return what each rank of a pipeline offloads, and when; nothing without a limit.
+    """Return what each rank of a pipeline offloads, given plans that keep everything; nothing without a limit.
 
     `fraction` of the bytes of each microbatch is offloaded if there is time to copy them, on rank `r` at least
     ``r * delta_bytes_per_rank`` bytes less.  At most `max_inflight` groups are copied to the host at a time.  With
@@ -190,9 +187,9 @@ def plan_pipeline(
     there is no other way; then `variants` are used where they cost less.  The plan of a rank that cannot keep within
     its budget has the smallest peak that was found, and says so.  `whole` is as in `choose`.
     """
-    budgets = [None] * len(orders) if budgets is None else budgets
+    budgets = [None] * len(plans) if budgets is None else budgets
     knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight, whole=whole)
-    ranks = Ranks(orders, stages, link, variants or {}, knobs)
+    ranks = Ranks(plans, stages, link, variants or {}, knobs)
     for rank, budget in enumerate(budgets):
         if budget is not None and variants:
             ranks.recompute(rank, budget, FREE)
@@ -200,24 +197,17 @@ def plan_pipeline(
     found = [_chosen(each, knobs, budget, allowed) for each, budget in zip(ranks.profiles, budgets, strict=True)]
     runs = ranks.pipeline.run([placement.steps() for placement, _ in found])
     seconds = max((run.compute for run in runs), default=0.0)
-    plans = []
-    for number, (order, (placement, because), run) in enumerate(zip(ranks.orders, found, runs, strict=True)):
-        layers = ranks.pipeline.layers[number]
-        costs = {stage: ranks.pipeline.times[stage].cost for stage in layers}
-        groups = [group for cost in costs.values() for group in cost.groups]
-        taken = {stage: [way.saves for way in ranks.taken(stage)] for stage in layers}
-        saves = [each for stage, mine in layers.items() for each in taken[stage] or [None] * len(mine)]
-        plans.append(
-            Plan(
-                len(groups),
-                placement.steps(),
-                names=() if names is None else tuple(name for stage in layers for name in names[stage]),
-                nbytes=tuple(group.nbytes for group in groups),
+    planned = []
+    for plan, (placement, because), run in zip(plans, found, runs, strict=True):
+        costs = [group for stage in plan.layers for group in ranks.pipeline.times[stage].cost.groups]
+        taken = {stage: [way.saves for way in ranks.taken(stage)] for stage in plan.layers}
+        saves = [each for stage, mine in plan.layers.items() for each in taken[stage] or [None] * len(mine)]
+        planned.append(
+            replace(
+                plan,
+                steps=placement.steps(),
+                nbytes=tuple(group.nbytes for group in costs),
                 saves=tuple(saves) if any(each is not None for each in saves) else (),
-                rank=number,
-                order=order,
-                stages=tuple(stage for stage, mine in layers.items() for _ in mine),
-                splits=tuple(stage for stage, cost in costs.items() if cost.split),
                 seconds=seconds,
                 baseline_seconds=ranks.baseline_seconds,
                 peak_bytes=run.peak,
@@ -225,7 +215,7 @@ def plan_pipeline(
                 because=because,
             )
         )
-    return tuple(plans)
+    return tuple(planned)
 
 
 def _chosen(rank: Profile, knobs: Knobs, budget: int | None, allowed: float) -> tuple[Placement, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from math import inf
@@ -11,8 +11,8 @@ from statistics import median_high
 from typing import NamedTuple
 
 from ..schedule.costs import GroupTimes
-from ..schedule.orders import Computation, Event, Step, events_of, used_in
-from ..schedule.plan import Action, Do, Steps
+from ..schedule.orders import Computation, Event
+from ..schedule.plan import Action, Do, Plan, Steps, steps_of
 from ..schedule.run import Pipeline, RankRun
 
 AT_ONCE = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # the order at one event
@@ -42,17 +42,14 @@ class Spot(NamedTuple):
 
 
 class Spots:
-    """The events of a rank, and all that can be offloaded, whatever its groups cost.
+    """The events of a rank, and all that can be offloaded, whatever its groups cost."""
 
-    It is made with the layers of each stage, and the stages with a split.
-    """
-
-    def __init__(self, order: Sequence[Step], layers: Mapping[int, range], splits: Collection[int]) -> None:
+    def __init__(self, rank: Plan) -> None:
         self.events = list[Event]()  # all, in order
         self.runs = list[int]()  # number of groups that are computed before
         first = list[int]()
-        for step in order:
-            events, split = events_of(step, layers[step.stage]), step.stage in splits
+        for step in rank.computed:
+            events, split = rank.events_of(step), step.stage in rank.splits
             first.append(len(self.events))
             positions = range(len(events))
             if step.computation is Computation.BACKWARD_WEIGHT and split:  # its groups are not told apart
@@ -62,9 +59,10 @@ class Spots:
             before = self.runs[-1] if self.runs else 0
             self.runs += [before + each * position for position in positions]
         self.all = list[Spot]()  # in order of saving
-        for (stage, microbatch), (forward, input_, last) in used_in(order, splits).items():
-            for position, layer in enumerate(layers[stage]):
-                saved, use = first[forward] + position, first[input_] + len(layers[stage]) - 1 - position
+        for (stage, microbatch), (forward, input_, last) in rank.uses.items():
+            layers = rank.layers.get(stage, range(0))
+            for position, layer in enumerate(layers):
+                saved, use = first[forward] + position, first[input_] + len(layers) - 1 - position
                 if self.runs[saved + 1] < self.runs[use]:  # what is used at once stays
                     self.all.append(Spot(layer, microbatch, saved, use, input_ != last))
         self.all.sort(key=lambda spot: spot.saved)
@@ -80,12 +78,12 @@ class Profile:
     Lists have an entry for each event, or for each of the spots.
     """
 
-    def __init__(self, spots: Spots, run: RankRun, rank: int, knobs: Knobs, pipeline: Pipeline) -> None:
+    def __init__(self, spots: Spots, run: RankRun, rank: int, plan: Plan, knobs: Knobs, pipeline: Pipeline) -> None:
         self.spots, self.rank, self._knobs, self._pipeline = spots, rank, knobs, pipeline
         self.when = list(accumulate(run.when, max))  # seconds at which the events come
         self.needs = run.needs  # bytes on the device from each event to the next, at most
         self.peak_bytes = max(run.needs, default=0)
-        layers = [group for stage in pipeline.layers[rank] for group in pipeline.times[stage].groups]
+        layers = [group for stage in plan.layers for group in pipeline.times[stage].groups]
         self.times: list[GroupTimes] = [layers[spot.layer] for spot in spots.all]
         # Seconds by which the copies must start before the group is used.
         self._ahead = [
@@ -267,15 +265,13 @@ class Placement:
 
     def steps(self) -> Steps:
         """Return what a plan does at each event: releases, then reloads in order of their use, then offloads."""
-        spots, found = self.profile.spots, dict[Event, tuple[Action, ...]]()
-        calls = []
+        events, spots, calls = self.profile.spots.events, self.profile.spots.all, list[tuple[int, int, int, int]]()
         for k, (release, reload) in self.placed.items():
-            spot = spots.all[k]
-            calls += [(event, kind, spot.use, k) for kind, event in enumerate((release, reload, spot.saved))]
-        for number, kind, _, k in sorted(calls):
-            event, action = spots.events[number], Action(AT_ONCE[kind], spots.all[k].layer, spots.all[k].microbatch)
-            found[event] = (*found.get(event, ()), action)
-        return found
+            calls += [(event, kind, spots[k].use, k) for kind, event in enumerate((release, reload, spots[k].saved))]
+        return steps_of(
+            (events[place], Action(AT_ONCE[kind], spots[k].layer, spots[k].microbatch))
+            for place, kind, _, k in sorted(calls)
+        )
 
     def add(self, nbytes: int, start: int, stop: int) -> None:
         """Count bytes from one event to another."""

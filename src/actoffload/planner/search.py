@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from ..schedule.costs import Link, StageCost, StageTimes
-from ..schedule.orders import Step
+from ..schedule.plan import Plan
 from ..schedule.run import Pipeline
 from .placement import ROUNDING, Knobs, Profile, Spots
 from .variants import Variant
@@ -39,19 +39,17 @@ class Ranks:
 
     def __init__(
         self,
-        orders: Sequence[Sequence[Step]],
+        plans: Sequence[Plan],
         stages: Sequence[StageCost],
         link: Link,
         variants: StageVariants,
         knobs: Knobs,
         host_seconds: float = 0.0,
     ) -> None:
-        self.orders, self.plain = [tuple(order) for order in orders], tuple(stages)
+        self.plans, self.plain = plans, tuple(stages)
         self.knobs, self.variants = knobs, variants
-        self.pipeline = Pipeline(orders, stages, link, host_seconds=host_seconds)
-        splits = [stage for stage, cost in enumerate(stages) if cost.split]
-        pairs = zip(orders, self.pipeline.layers, strict=True)
-        self._spots = [Spots(order, layers, splits) for order, layers in pairs]
+        self.pipeline = Pipeline(plans, stages, link, host_seconds=host_seconds)
+        self._spots = list(map(Spots, plans))
         self._times: dict[tuple[int, ...], StageTimes] = {}
         self.use({})
         self.baseline_seconds, self.baseline_peaks = self.seconds, [each.peak_bytes for each in self.profiles]
@@ -61,11 +59,11 @@ class Ranks:
         """Run groups in some ways from now on, and find out how the ranks run so without offloading."""
         self.ways, pipeline = ways, self.pipeline
         pipeline.times = [self._stage_times(stage) for stage in range(len(self.plain))]
-        runs = pipeline.run([{}] * len(self.orders), note=True)
+        runs = pipeline.run([{}] * len(self.plans), note=True)
         self.seconds = max((run.compute for run in runs), default=0.0)
         self.profiles = [
-            Profile(spots, run, rank, self.knobs, pipeline)
-            for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
+            Profile(spots, run, rank, plan, self.knobs, pipeline)
+            for rank, (plan, spots, run) in enumerate(zip(self.plans, self._spots, runs, strict=True))
         ]
 
     def taken(self, stage: int) -> list[Variant]:
@@ -94,8 +92,7 @@ class Ranks:
         """
         if self.knobs.whole:
             return
-        stages = {step.stage for step in self.orders[rank]}
-        if not any(stage in stages for stage, _ in self.ways):
+        if not any(stage in self.plans[rank].layers for stage, _ in self.ways):
             most = self.seconds * (1 + free)
             found = self.profiles[rank].within(limit, most)
             if found is not None and found[1] <= most:
@@ -117,7 +114,7 @@ class _Greedy:
     def __init__(self, ranks: Ranks, rank: int, limit: float, free: float) -> None:
         self._ranks, self._which, self._limit, self._free = ranks, rank, limit, free
         self._others = ranks.ways
-        stages = sorted({step.stage for step in ranks.orders[rank]} & ranks.variants.keys())
+        stages = sorted(ranks.plans[rank].layers.keys() & ranks.variants.keys())
         self._pairs = [(stage, group) for stage in stages for group in range(len(ranks.variants[stage]))]
         costs = {pair: [way.cost for way in ranks.variants[pair[0]][pair[1]]] for pair in self._pairs}
         self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from .._arguments import check_kind, check_whole
@@ -89,26 +89,6 @@ BORDERS = {
     Computation.BACKWARD_INPUT: (When.INPUT_START, When.INPUT_END),
     Computation.BACKWARD_WEIGHT: (When.WEIGHT_START, When.WEIGHT_END),
 }
-
-
-def events_of(step: Step, layers: Sequence[int]) -> tuple[Event, ...]:
-    """Return the events of a step in order: the start of each layer of its stage as it is computed, and the end."""
-    _, computation, microbatch = step
-    start, end = BORDERS[computation]
-    ran = layers if computation is Computation.FORWARD else layers[::-1]
-    events = [Event(start, layer, microbatch) for layer in ran]
-    if ran:
-        events.append(Event(end, ran[-1], microbatch))
-    return tuple(events)
-
-
-def layers_of(stages: Iterable[int], counts: Mapping[int, int]) -> dict[int, range]:
-    """Return the layers of some stages, which a rank numbers one stage after the other, given their numbers."""
-    found, first = dict[int, range](), 0
-    for stage in sorted(set(stages)):
-        found[stage] = range(first, first + counts[stage])
-        first += counts[stage]
-    return found
 
 
 def used_in(order: Sequence[Step], splits: Collection[int]) -> dict[tuple[int, int], tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from itertools import accumulate
@@ -30,7 +30,7 @@ from .._text import (
     size_or_dash,
     written,
 )
-from .orders import BORDERS, Computation, Event, Order, Step, When, events_of, layers_of, model_order, used_in
+from .orders import BORDERS, Computation, Event, Order, Step, When, model_order, used_in
 
 NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
 OUTSIDE = 1 << 30
@@ -66,6 +66,14 @@ class Action(NamedTuple):
 
 Steps = Mapping[Event, tuple[Action, ...]]
 """What is done at each event, in order."""
+
+
+def steps_of(calls: Iterable[tuple[Event, Action]]) -> Steps:
+    """Return what is done at each event, given actions behind their events."""
+    steps = dict[Event, tuple[Action, ...]]()
+    for event, action in calls:
+        steps[event] = (*steps.get(event, ()), action)
+    return steps
 
 
 @dataclass(frozen=True)
@@ -183,10 +191,23 @@ class Plan:
     @classmethod
     def of(cls, model_layers: int, calls: Iterable[tuple[Event, Action]], **more: Any) -> Self:
         """Return the plan in which each action follows its event; `more` are other parameters by name."""
-        steps: dict[Event, tuple[Action, ...]] = {}
-        for event, action in calls:
-            steps[event] = (*steps.get(event, ()), action)
-        return cls(model_layers, steps, **more)
+        return cls(model_layers, steps_of(calls), **more)
+
+    @classmethod
+    def of_rank(
+        cls, rank: int, order: Sequence[Step], names: Mapping[int, Sequence[str]], splits: Collection[int] = ()
+    ) -> Self:
+        """Return the plan of a rank that keeps everything, with the names of the groups of each stage."""
+        mine = sorted({step.stage for step in order})
+        layers = [(stage, name) for stage in mine for name in names[stage]]
+        return cls(
+            len(layers),
+            names=tuple(name for _, name in layers),
+            rank=rank,
+            order=tuple(order),
+            stages=tuple(stage for stage, _ in layers),
+            splits=tuple(stage for stage in mine if stage in splits),
+        )
 
     def __hash__(self) -> int:
         return hash((self.names, frozenset(self.steps.items()), self.nbytes))
@@ -233,19 +254,31 @@ class Plan:
         """Host memory that the plan needs, from each forward to the last backward; 0 if sizes are not known."""
         change = Counter[int]()
         for _, layer, microbatch in self._offloads if self.nbytes else ():
-            saved, _, last = self._uses[self._stages[layer], microbatch]
+            saved, _, last = self.uses[self._stages[layer], microbatch]
             change[saved] += self.nbytes[layer]
             change[last] -= self.nbytes[layer]
         return max(accumulate(change[place] for place in sorted(change)), default=0)
 
+    @cached_property
+    def computed(self) -> Order:
+        """The steps in order, also of a model."""
+        return self.order or model_order(self.model_layers)
+
     def events(self) -> Iterator[Event]:
         """All events, in order: of a sequential pass, or of a step of a pipeline."""
-        for step in self._order:
+        for step in self.computed:
             yield from self.events_of(step)
 
     def events_of(self, step: Step) -> tuple[Event, ...]:
-        """Return the events of a step, in order."""
-        return events_of(step, self.layers.get(step.stage, ()))
+        """Return the events of a step in order: the start of each layer of its stage as it is computed, and the end."""
+        _, computation, microbatch = step
+        start, end = BORDERS[computation]
+        layers = self.layers.get(step.stage, range(0))
+        ran = layers if computation is Computation.FORWARD else layers[::-1]
+        events = [Event(start, layer, microbatch) for layer in ran]
+        if ran:
+            events.append(Event(end, ran[-1], microbatch))
+        return tuple(events)
 
     def at(self, when: When, layer: int, microbatch: int = 0) -> tuple[Action, ...]:
         """Return the actions that follow an event; empty for most."""
@@ -258,13 +291,17 @@ class Plan:
 
     def first_use(self, layer: int, microbatch: int = 0) -> Event:
         """Return the event at which a backward first comes to what a layer saved."""
-        _, first, _ = self._uses[self._stages[layer], microbatch]
-        return Event(BORDERS[self._order[first].computation][0], layer, microbatch)
+        _, first, _ = self.uses[self._stages[layer], microbatch]
+        return Event(BORDERS[self.computed[first].computation][0], layer, microbatch)
 
     @cached_property
     def layers(self) -> Mapping[int, range]:
         """The layers of each stage."""
-        return layers_of(self._stages, Counter(self._stages))
+        found, first = dict[int, range](), 0
+        for stage, count in Counter(self._stages).items():
+            found[stage] = range(first, first + count)
+            first += count
+        return found
 
     def part(self, stage: int) -> slice:
         """Return where the layers of a stage are in `names`, `nbytes` and `saves`."""
@@ -275,23 +312,19 @@ class Plan:
     def _offloads(self) -> list[Action]:
         return [action for actions in self.steps.values() for action in actions if action.do is Do.OFFLOAD]
 
-    @cached_property
-    def _order(self) -> Order:
-        return self.order or model_order(self.model_layers)
-
     @property
     def _stages(self) -> Sequence[int]:
         return self.stages or range(self.model_layers)
 
     @cached_property
-    def _uses(self) -> Mapping[tuple[int, int], tuple[int, int, int]]:
+    def uses(self) -> Mapping[tuple[int, int], tuple[int, int, int]]:
         """Where each microbatch of each stage is saved, and where it is first and last used."""
-        return used_in(self._order, self.splits)
+        return used_in(self.computed, self.splits)
 
     @cached_property
     def forwards(self) -> list[int]:
         """Number of microbatches for which each layer is computed."""
-        number = Counter(stage for stage, _ in self._uses)
+        number = Counter(stage for stage, _ in self.uses)
         return [number[stage] for stage in self._stages]
 
     # What the engine asks for each saved tensor, or each group
@@ -418,8 +451,10 @@ class Plan:
     def _check(self) -> None:
         if list(self.stages) != sorted(self.stages):
             raise ValueError(f"stages is {self.stages}; the layers of one stage follow those of the one before it.")
+        if not self.steps:
+            return
         times = {event: k for k, event in enumerate(self.events())}
-        computed = {(k, microbatch) for stage, microbatch in self._uses for k in self.layers.get(stage, ())}
+        computed = {(k, microbatch) for stage, microbatch in self.uses for k in self.layers.get(stage, ())}
         alone, last = self.rank is None, self.model_layers - 1
         unknown = f"but its layers are 0 to {last}" if alone else "which is not in its order"
         places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event

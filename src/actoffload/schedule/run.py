@@ -6,15 +6,14 @@ free and what it waits for is done.  The engine on the reference device performs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
 from .costs import Link, Part, Piece, StageCost, StageTimes
-from .orders import Computation, Event, Step, events_of, layers_of
-from .plan import Action, Do, Steps
+from .orders import BORDERS, Computation, Step
+from .plan import Action, Do, Plan, Steps
 from .timeline import Kind, Simulation, Span, Timeline
 
 Message = tuple[int, bool, int]
@@ -55,8 +54,7 @@ class RankRun:
     times: Sequence[StageTimes]  # of all stages
     link: Link
     other: int  # bytes on the device beside saved tensors, without those of `Part.levels`
-    actions: Steps
-    events: Sequence[Sequence[Event]] = ()  # of each step, if there are actions
+    actions: Mapping[Any, tuple[Action, ...]]  # those of a plan at each event
     host_seconds: float = 0.0  # of the host for each tensor of an offloaded group, in forward and in backward
     label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the layer
     record: bool = False  # a timeline; it takes about as long as the run
@@ -110,17 +108,17 @@ class RankRun:
                     self.compute = arrival
             self.starts.append(self.compute)
             self.stalls.append(self.stalled)
-            self._step(step, layers, self.events[number] if self.actions else (), self.times[step.stage])
+            self._step(step, layers, self.times[step.stage])
             if self.compute > self.allowed:
                 break
             if sends is not None:
                 arrivals[sends] = self.compute
         return len(self.starts) > begun
 
-    def _step(self, step: Step, layers: Sequence[int], events: Sequence[Event], times: StageTimes) -> None:
+    def _step(self, step: Step, layers: Sequence[int], times: StageTimes) -> None:
         """Run a step group by group."""
         actions, (stage, computation, microbatch) = self.actions, step
-        forward = computation is Computation.FORWARD
+        forward, (start, end) = computation is Computation.FORWARD, BORDERS[computation]
         parts, level = times.parts[computation], 0
         if forward:
             self.other += times.cost.boundary_bytes + times.cost.output_bytes
@@ -134,8 +132,8 @@ class RankRun:
                 level = part.levels[0]
                 if part.gap_temporary or self.other + level != self._other_there:
                     self._border(level, part.gap_temporary)
-            if events and events[position] in actions:
-                self._act(actions[events[position]], level)
+            if actions and (start, layer, microbatch) in actions:
+                self._act(actions[start, layer, microbatch], level)
             if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.split):
                 self._note(level)
             if part is None:  # an input backward without a split
@@ -152,10 +150,11 @@ class RankRun:
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
-        if events and events[-1] in actions:
-            self._act(actions[events[-1]], level)
-        if self.note and layers:
-            self._note(level)
+        for layer in layers[-1:]:
+            if actions and (end, layer, microbatch) in actions:
+                self._act(actions[end, layer, microbatch], level)
+            if self.note:
+                self._note(level)
 
     def _end_backward(self, computation: Computation, times: StageTimes) -> None:
         """Free what a backward frees where it ends."""
@@ -359,7 +358,7 @@ class RankRun:
 
 
 class Pipeline:
-    """The orders and costs of all ranks, which can be run with any plans.
+    """The ranks, given by plans of which only what they compute counts, and the costs of all stages.
 
     If it is `exact`, as of a model, each saved tensor is copied and freed alone, and spans name the stage.  Otherwise
     those of a group are one piece, which takes as long, and spans name the microbatch.
@@ -367,7 +366,7 @@ class Pipeline:
 
     def __init__(
         self,
-        orders: Sequence[Sequence[Step]],
+        plans: Sequence[Plan],
         stages: Sequence[StageCost],
         link: Link,
         *,
@@ -377,13 +376,11 @@ class Pipeline:
         self.link, self._exact, self._host_seconds = link, exact, host_seconds
         known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
         self.times = [known[id(cost)] for cost in stages]
-        self._stages = {step.stage for order in orders for step in order}
-        counts = {stage: len(cost.groups) for stage, cost in enumerate(stages)}
-        self.layers = [layers_of((step.stage for step in order), counts) for order in orders]  # of each rank
-        self.other = [sum(stages[stage].other_bytes for stage in {step.stage for step in order}) for order in orders]
+        ran = [{step.stage for step in plan.computed} for plan in plans]
+        self._stages = set[int]().union(*ran)
+        self.other = [sum(stages[stage].other_bytes for stage in mine) for mine in ran]
         self.compiled = [
-            [self._compile(step, layers[step.stage]) for step in order]
-            for order, layers in zip(orders, self.layers, strict=True)
+            [self._compile(step, plan.layers.get(step.stage, range(0))) for step in plan.computed] for plan in plans
         ]
 
     def stage_times(self, cost: StageCost) -> StageTimes:
@@ -399,11 +396,6 @@ class Pipeline:
         needs = (before, forward, step.microbatch) if before in self._stages else None
         return CompiledStep(needs, (step.stage, forward, step.microbatch), *found)
 
-    @cached_property
-    def _events(self) -> list[list[tuple[Event, ...]]]:
-        pairs = zip(self.compiled, self.layers, strict=True)
-        return [[events_of(each.step, layers[each.step.stage]) for each in steps] for steps, layers in pairs]
-
     def run(
         self, actions: Sequence[Steps], *, record: bool = False, note: bool = False, allowed: float = inf
     ) -> list[RankRun]:
@@ -415,8 +407,8 @@ class Pipeline:
         how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
         how |= {"record": record, "note": note, "allowed": allowed}
         ranks = [
-            RankRun(steps, self.times, self.link, other, acts, self._events[rank] if acts else (), **how)
-            for rank, (steps, other, acts) in enumerate(zip(self.compiled, self.other, actions, strict=True))
+            RankRun(steps, self.times, self.link, other, acts, **how)
+            for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
         ]
         while sum(rank.advance(arrivals) for rank in ranks):
             if any(rank.compute > allowed for rank in ranks):

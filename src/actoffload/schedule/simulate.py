@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .._arguments import check_kind, check_kinds, check_seconds
 from .._text import Table, milliseconds, size
 from .costs import LayerCost, Link, StageCost
-from .orders import Computation, Step, model_order
+from .orders import Computation, Step
 from .plan import Plan, Steps
 from .run import Pipeline
 from .timeline import Simulation
@@ -69,8 +69,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
             f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "
             "give one LayerCost per layer, in order of the forward."
         )
-    order = model_order(len(layers))
-    pipeline = Pipeline([order], model_stages(layers), link, host_seconds=host_seconds, exact=True)
+    pipeline = Pipeline([plan], model_stages(layers), link, host_seconds=host_seconds, exact=True)
     (rank,) = pipeline.run([plan.steps], record=True)
     (without,) = pipeline.run([{}])
     return rank.simulation(without.compute)
@@ -186,26 +185,30 @@ def simulate_pipeline(
     check_pipeline(orders, stages, link)
     if plans is not None:
         check_kinds(Plan, optional=True, plans=plans)
-    steps = [tuple(order) for order in orders]
-    planned: Sequence[Plan | None] = [None] * len(steps) if plans is None else plans
-    if len(planned) != len(steps):
-        raise ValueError(f"There are {len(planned)} plans for {len(steps)} ranks; give one for each.")
-    pipeline = Pipeline(steps, stages, link)
-    for rank, (order, plan) in enumerate(zip(steps, planned, strict=True)):
-        if plan is None:
-            continue
-        if plan.order != order:
-            raise ValueError(f"The plan of rank {rank} is for another order than that of this rank.")
-        for stage, layers in pipeline.layers[rank].items():
-            if plan.layers.get(stage, range(0)) != layers or (stage in plan.splits) != stages[stage].split:
-                raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
-    without = pipeline.run([{}] * len(steps), record=True)
+    planned: Sequence[Plan | None] = [None] * len(orders) if plans is None else plans
+    if len(planned) != len(orders):
+        raise ValueError(f"There are {len(planned)} plans for {len(orders)} ranks; give one for each.")
+    ranks = rank_plans(orders, stages)
+    for plan, rank in zip(planned, ranks, strict=True):
+        if plan is not None and plan.order != rank.order:
+            raise ValueError(f"The plan of rank {rank.rank} is for another order than that of this rank.")
+        if plan is not None and (plan.stages, plan.splits) != (rank.stages, rank.splits):
+            raise ValueError(f"The plan of rank {rank.rank} is for stages with other groups or splits.")
+    pipeline = Pipeline(ranks, stages, link)
+    without = pipeline.run([{}] * len(ranks), record=True)
     baseline = tuple(rank.simulation(rank.compute) for rank in without)
     actions: list[Steps] = [{} if plan is None else plan.steps for plan in planned]
     if not any(actions):
         return PipelineSimulation(baseline, baseline)
     pairs = zip(pipeline.run(actions, record=True), without, strict=True)
     return PipelineSimulation(tuple(rank.simulation(alone.compute) for rank, alone in pairs), baseline)
+
+
+def rank_plans(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost]) -> list[Plan]:
+    """Return the plans of the ranks of a pipeline that keep everything; groups have their numbers as names."""
+    names = {stage: [str(k) for k in range(len(cost.groups))] for stage, cost in enumerate(stages)}
+    splits = [stage for stage, cost in enumerate(stages) if cost.split]
+    return [Plan.of_rank(rank, order, names, splits) for rank, order in enumerate(orders)]
 
 
 def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost], link: Link) -> None:
