@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self, cast
@@ -468,27 +469,19 @@ class Plan:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
                 places[act] = times[event], k
         for act, place in places.items():
-            problem = self._misplaced(act, place, places, times)
+            saved, used = times[Event(When.FORWARD_START, *act[1:])], times[self.first_use(*act[1:])]
+            before = act._replace(do=Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD)
+            problem = ""
+            if act != before and places.get(before, (inf,)) > place:
+                problem = f"without, or before, the action '{before}'; add it earlier"
+            elif place[0] < saved:
+                problem = "before its forward starts; move it there or later"
+            elif place[0] == saved and act.do is Do.RELEASE:
+                problem = "before its forward ends; move it there or later"
+            elif place[0] > used:
+                problem = "after its backward starts, when it is of no use; move it earlier"
             if problem:
                 raise ValueError(f"The plan would {act} {problem}.")
-
-    def _misplaced(
-        self, act: Action, place: tuple[int, int], places: Mapping[Action, tuple[int, int]], times: Mapping[Event, int]
-    ) -> str:
-        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
-        saved = times[Event(When.FORWARD_START, *act[1:])]
-        if act.do is Do.OFFLOAD:
-            if place[0] < saved:
-                return "before its forward starts; move it there or later"
-        else:
-            before = act._replace(do=Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD)
-            if before not in places or places[before] > place:
-                return f"without, or before, the action '{before}'; add it earlier"
-        if act.do is Do.RELEASE and place[0] <= saved:
-            return "before its forward ends; move it there or later"
-        if place[0] > times[self.first_use(*act[1:])]:
-            return "after its backward starts, when it is of no use; move it earlier"
-        return ""
 
 
 BACKWARD = When.BACKWARD_START, When.BACKWARD_END

@@ -182,7 +182,18 @@ def simulate_pipeline(
          0        2.00 GiB  2.00 GiB      0 bytes    0.00 ms   30.00 ms
          1        1.00 GiB  1.00 GiB      0 bytes    0.00 ms   10.00 ms
     """
-    check_pipeline(orders, stages, link)
+    check_kinds(Sequence, orders=orders)
+    check_kinds(StageCost, stages=stages)
+    for number, order in enumerate(orders):
+        check_kinds(Step, optional=False, **{f"orders[{number}]": order})
+        missing = {step.stage for step in order} - set(range(len(stages)))
+        if missing:
+            raise ValueError(f"Rank {number} has stage {min(missing)}, but there are costs of {len(stages)} stages.")
+        split = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT} - {0}
+        unsplit = [stage for stage in split if stages[stage].groups and not stages[stage].split]
+        if unsplit:
+            raise ValueError(f"Stage {max(unsplit)} has an input backward, but its cost has no split.")
+    check_kind(Link, link=link)
     if plans is not None:
         check_kinds(Plan, optional=True, plans=plans)
     planned: Sequence[Plan | None] = [None] * len(orders) if plans is None else plans
@@ -209,22 +220,6 @@ def rank_plans(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost]) ->
     names = {stage: [str(k) for k in range(len(cost.groups))] for stage, cost in enumerate(stages)}
     splits = [stage for stage, cost in enumerate(stages) if cost.split]
     return [Plan.of_rank(rank, order, names, splits) for rank, order in enumerate(orders)]
-
-
-def check_pipeline(orders: Sequence[Sequence[Step]], stages: Sequence[StageCost], link: Link) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that cannot be."""
-    check_kinds(Sequence, orders=orders)
-    check_kinds(StageCost, stages=stages)
-    for rank, order in enumerate(orders):
-        check_kinds(Step, optional=False, **{f"orders[{rank}]": order})
-        missing = {step.stage for step in order} - set(range(len(stages)))
-        if missing:
-            raise ValueError(f"Rank {rank} has stage {min(missing)}, but there are costs of {len(stages)} stages.")
-        split = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT} - {0}
-        without = [stage for stage in split if stages[stage].groups and not stages[stage].split]
-        if without:
-            raise ValueError(f"Stage {max(without)} has an input backward, but its cost has no split.")
-    check_kind(Link, link=link)
 
 
 def model_stages(layers: Sequence[LayerCost]) -> list[StageCost]:
