@@ -268,8 +268,8 @@ def _queue_batch(batch: Sequence[tuple[SavedStorage, CopyOut]], layer: int, capt
 def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
     """Reload storages in the given order; those that are on the device are passed over.
 
-    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
-    the memory runs out, those that have theirs are reloaded anyway, and the error is the allocator's own.
+    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  What
+    is allocated and not copied, because memory runs out, is freed again.
     """
     waiting = [storage for storage in storages if storage.residency is Residency.HOST]
     while waiting:
@@ -282,34 +282,29 @@ def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = Fa
 
 def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
     backend = transfers.backend
-    taken = 0
+    done, nbytes = 0, 0
+    batch: list[SavedStorage] = []
     try:
         # [guard: stream of the allocation -> True]
         current = backend.current_stream(transfers.device) == stream
         with nullcontext() if current else backend.on(stream):
             for storage in group:
                 storage.allocate()
-                taken += 1
+        captured = backend.capturing()
+        # [wait: copies in for their memory]
+        transfers.begin_reload(stream)
+        for storage in group:
+            batch.append(storage)
+            nbytes += storage.nbytes
+            if nbytes >= backend.batch or storage is group[-1]:
+                pairs = [pair for each in batch for pair in each.pairs_to_reload()]
+                copied_in = transfers.to_device(pairs, layer, captured)
+                for each in batch:
+                    each.reload_queued(copied_in)
+                    done += 1
+                batch, nbytes = [], 0
     finally:
-        if taken:
-            captured = backend.capturing()
-            # [wait: copies in for their memory]
-            transfers.begin_reload(stream)
-            done, nbytes = 0, 0
-            batch: list[SavedStorage] = []
-            try:
-                for number, storage in enumerate(group[:taken], 1):
-                    batch.append(storage)
-                    nbytes += storage.nbytes
-                    if nbytes >= backend.batch or number == taken:
-                        pairs = [pair for each in batch for pair in each.pairs_to_reload()]
-                        copied_in = transfers.to_device(pairs, layer, captured)
-                        for each in batch:
-                            each.reload_queued(copied_in)
-                            done += 1
-                        batch, nbytes = [], 0
-            finally:
-                counters = group[0].pass_device.counters
-                counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
-                for storage in group[done:taken]:  # their copies could not be queued, so this memory has no content
-                    storage.evict()
+        counters = group[0].pass_device.counters
+        counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
+        for storage in group[done:]:  # this memory has no content
+            storage.evict()
