@@ -131,15 +131,15 @@ def test_near_the_best_of_all_choices(rate, more):
 # Releases and reloads of given groups
 
 
-def placed(ranks: Ranks, groups: Collection[int], limit: float | None = None) -> tuple[Placement, float]:
+def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.profiles[0]
     chosen = [k for k, spot in enumerate(profile.spots.all) if spot.layer in groups]
-    found = profile.place(chosen, profile.peak_bytes if limit is None else limit)
+    found = profile.place(chosen, limit)
     return found, profile.seconds(found)
 
 
-def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float | None = None) -> Plan:
+def plan_of(costs: Sequence[LayerCost], link: Link, groups: Collection[int], limit: float = inf) -> Plan:
     """Return the plan for some groups."""
     return Plan(len(costs), placed(model_ranks(costs, link), groups, limit)[0].steps())
 
