@@ -132,8 +132,8 @@ class RankRun:
                 level = part.levels[0]
                 if part.gap_temporary or self.other + level != self._other_there:
                     self._border(level, part.gap_temporary)
-            if actions and (start, layer, microbatch) in actions:
-                self._act(actions[start, layer, microbatch], level)
+            if actions and (found := actions.get((start, layer, microbatch))):
+                self._act(found, level)
             if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.split):
                 self._note(level)
             if part is None:  # an input backward without a split
@@ -150,9 +150,9 @@ class RankRun:
             self._at_border = self._highest = self.saved
             self._other_there = self.other + level
             self._border(level)
-        for layer in layers[-1:]:
-            if actions and (end, layer, microbatch) in actions:
-                self._act(actions[end, layer, microbatch], level)
+        if layers:
+            if actions and (found := actions.get((end, layers[-1], microbatch))):
+                self._act(found, level)
             if self.note:
                 self._note(level)
 
