@@ -1,24 +1,20 @@
 """The followed modules of a model: what each of them is, how its calls are followed, and what they share.
 
-`[Note: following modules]`  A followed module has a ``forward`` in its ``__dict__``, as with the hooks of accelerate.
-It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and ``finally``.
-The class is looked up in each call, so what changes it works: FSDP2, parametrizations, lazy modules, edited graphs.
-Forward hooks come in pairs, and an interrupt passes over the second.  A class for each module would change
-``type(module)``, and is lost where PyTorch sets the class.
+`[Note: following modules]`  A followed module has a ``forward`` in its ``__dict__``, around the one of its class, or
+the one that was in the ``__dict__`` before, with ``try`` and ``finally``.  The class is looked up in each call, so what
+changes it works: FSDP2, parametrizations, lazy modules, edited graphs.  Forward hooks come in pairs, and an interrupt
+passes over the second.  A class for each module would change ``type(module)``, and is lost where PyTorch sets the
+class.
 
-Hooks of the module run outside of the wrapper.  What they save is saved between the groups.  Compiled modules run the
-wrapper outside of compiled code: Dynamo begins no graph in it, but in the ``forward`` below.  In a larger graph the
-wrapper is a break; a program that asked for a single graph gets `REASON` as the error.
+Hooks of the module run outside of the wrapper, so they save between the groups.  Dynamo compiles the ``forward`` inside
+of the wrapper; in a larger graph the wrapper is a break, with `REASON` where a single graph was asked for.
 
-The wrapper refers weakly to its module, which would otherwise be freed by the garbage collector only.  Copies and
-pickles are plain modules: ``__reduce_ex__``, which makes them, is in the ``__dict__`` too, and leaves out what is ours.
-Replicas of `torch.nn.DataParallel` run in threads, so that no pass can be timed; they are plain too, with a warning.
+The wrapper refers weakly to its module, which would otherwise be freed by the garbage collector only.  Copies, pickles
+and replicas of `torch.nn.DataParallel`, whose threads no pass can time, are plain modules.  If another library sets
+``forward`` later, and nothing refers to ours any more, a warning says so.
 
-Another library may set ``forward`` later.  If its function calls ours, the module is followed on.  If nothing refers
-to ours any more, a warning says so.
-
-There are two ``finally`` because of an interrupt in the cleanup itself.  One interrupt, at any bytecode, leaves nothing
-installed.  A second one while the first is being cleaned up may; Python has no way to defer it.
+There are two ``finally`` because of an interrupt in the cleanup itself.  A second interrupt during the cleanup may
+leave something installed; Python has no way to defer it.
 """
 
 from __future__ import annotations
@@ -77,6 +73,8 @@ class ModelState:
 
     modules: Sequence[FollowedModule]  # the model itself first
     engine: Engine
+    meet: Callable[[], None] | None = None  # called once, before the first forward
+    checks_coverage: bool = False  # warn after the first forward if groups are less than half of what it saved
 
     def __post_init__(self) -> None:
         self.groups = [followed for followed in self.modules if followed.group >= 0]

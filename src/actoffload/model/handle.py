@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -65,16 +65,9 @@ class OffloadHandle(Handle):
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    def __init__(
-        self,
-        state: ModelState,
-        steering: Steering,
-        *,
-        meet: Callable[[], None] | None = None,
-        checks_coverage: bool = False,
-    ) -> None:
+    def __init__(self, state: ModelState, steering: Steering) -> None:
         self._state, self._engine, self._log, self._logs = state, state.engine, state.log, [state.log]
-        self._tracker = Tracker(state, steering, meet, checks_coverage=checks_coverage)
+        self._tracker = Tracker(state, steering)
         follow(state.modules, self._tracker, self)
 
     @classmethod
@@ -362,6 +355,7 @@ def offload_model(
         "plan": None if plan is None else "a plan",
     }
     ranks = ModelRanks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
+    state.meet, state.checks_coverage = ranks.meet, not by_hand and ... in entries
 
     steering: Steering
     if isinstance(plan, Plan):
@@ -371,7 +365,7 @@ def offload_model(
         steering = Fixed(state, schedule, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
-    handle = OffloadHandle(state, steering, meet=ranks.meet, checks_coverage=not by_hand and ... in entries)
+    handle = OffloadHandle(state, steering)
     problem = unsupported()
     if problem is not None:
         warn(problem)

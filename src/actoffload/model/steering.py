@@ -141,7 +141,7 @@ class Fixed(Steering):
         self, state: ModelState, plan: Plan | GroupSchedule, recompute: Mapping[int, Policy], because: str = ""
     ) -> None:
         super().__init__(state)
-        self._given, self._because, self._recompute = plan, because, recompute
+        self._because, self._recompute = because, recompute
         self._followed = FollowedPlan(state, plan, recompute)
         self._seen = 0  # passes that were followed as a whole
         self._adopts = False  # groups are offloaded with what was saved before them
@@ -151,7 +151,7 @@ class Fixed(Steering):
         followed = self._followed
         # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
         unseen = self._seen < (2 if followed.recompute else 1)
-        whole = isinstance(self._given, GroupSchedule) or unseen or alone or busy
+        whole = isinstance(followed.plan, GroupSchedule) or unseen or alone or busy
         whole = whole or self.state.log.records or self._adopts
         return PassSettings(followed.plan_for, followed.recompute, scoped=not whole)
 
@@ -164,6 +164,7 @@ class Fixed(Steering):
 
     def plan(self) -> Plan:
         """Return the plan for the order of the latest pass."""
-        if isinstance(self._given, Plan):
-            return remap(self._given, self.state.names())
-        return scheduled_plan(self.state, self._given, self._because, self._recompute)
+        given = self._followed.plan
+        if isinstance(given, Plan):
+            return remap(given, self.state.names())
+        return scheduled_plan(self.state, given, self._because, self._recompute)

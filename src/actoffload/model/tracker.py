@@ -70,23 +70,11 @@ IN_BACKWARD = (
 
 
 class Tracker:
-    """Turns the calls of a model's modules into passes.
+    """Turns the calls of a model's modules into passes."""
 
-    `meet` is called once, before the first forward.  If it `checks_coverage`, it warns after the first one if the
-    groups are less than half of what that saved.
-    """
-
-    def __init__(
-        self,
-        state: ModelState,
-        steering: Steering,
-        meet: Callable[[], None] | None = None,
-        *,
-        checks_coverage: bool = False,
-    ) -> None:
+    def __init__(self, state: ModelState, steering: Steering) -> None:
         self._state, self._engine = state, state.engine
         self.steering = steering
-        self._meet, self._checks_coverage = meet, checks_coverage
         self._thread = ThreadState()
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
@@ -146,8 +134,8 @@ class Tracker:
         if root is None:  # [guard: model that is deleted]
             self.warn_once(DELETED)
             return False
-        if self._meet is not None:
-            meet, self._meet = self._meet, None
+        if self._state.meet is not None:
+            meet, self._state.meet = self._state.meet, None
             meet()
         current, alone = thread.current, followed.role is not ROOT
         # [guard: pass of a loop over the groups -> False]
@@ -342,8 +330,8 @@ class Tracker:
         if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
-            if finished and self._checks_coverage and not current.aborted:
-                self._checks_coverage = False
+            if finished and self._state.checks_coverage and not current.aborted:
+                self._state.checks_coverage = False
                 message = coverage_warning(self._state)
                 if message is not None:
                     warn(message)

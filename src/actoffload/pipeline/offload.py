@@ -218,16 +218,12 @@ def _offload_schedule(
     backend = devices.backend()
     checked = checked_limits(backend.total_memory(), **given)
     layers, keep = read_entries("layers", ... if layers is None else layers), read_entries("keep", keep)
-    numbers = (given[name] for name in ("fraction", "max_inflight", "delta_bytes_per_rank", "memory_budget"))
-    without = backend.times or any(number is not None for number in numbers)
-    limits = Limits(
-        checked["fraction"] if without else 1.0,
-        checked["max_inflight"],
-        checked["delta_bytes_per_rank"],
-        checked["memory_budget"],
-    )
+    min_bytes, max_host_bytes = checked.pop("min_bytes"), checked.pop("max_host_bytes")
+    if not backend.times and all(number is None for number in checked.values()):
+        checked["fraction"] = 1.0
+    limits = Limits(**checked)
     limits = replace(limits, may_recompute=recompute == "auto" and backend.times and not limits.by_hand)
-    engine = Engine(Plan(1), backend, checked["max_host_bytes"], min_bytes=checked["min_bytes"])
+    engine = Engine(Plan(1), backend, max_host_bytes, min_bytes=min_bytes)
     conductor = Conductor(engine)
     again = limits.may_recompute if recompute == "auto" else recompute
     policy: Policy | None = None if again is False else policy_for(again)
