@@ -229,10 +229,6 @@ class Names:
                 found.append(name)
         return {name: kinds[name] for name in found}
 
-    def kind(self, name: str) -> str:
-        """Return a name with ``*`` in place of indices; the root has the name of its class."""
-        return name_pattern(name) or self.title
-
     def chosen(self, role: str, kinds: Mapping[str, str]) -> list[FollowedModule]:
         """Return modules in registration order, each under its first name, with the kind that it has there."""
         found = ((name, module) for name, module in self.modules.items() if name in kinds)
@@ -389,7 +385,7 @@ def _modules(names: Names, name: str, opened: bool, kind: str | None) -> Iterato
     """Yield a module; or its children, if it has no forward of its own or is a list that is to be opened."""
     inner = unwrap(names.modules[name])
     if runs(inner) and not (opened and isinstance(inner, CONTAINERS)):
-        yield names.first[names.modules[name]], kind or names.kind(name)
+        yield names.first[names.modules[name]], kind or name_pattern(name) or names.title
         return
     for child in children(inner):
         yield from _modules(names, names.first[child], False, kind or name_pattern(f"{name}.*" if name else "*"))

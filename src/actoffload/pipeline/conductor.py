@@ -35,6 +35,7 @@ class Microbatch:
     number: int
     planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
     running: Step | None = None  # what is computed of it now
+    done: int = 0  # events of that in the plan whose actions are done
     split: bool = False  # its input backward used what it saved
     ref: weakref.ref[ModelPass] | None = None
 
@@ -55,7 +56,6 @@ class Conductor:
         self.scoped = False  # only groups that are offloaded are followed, see `steering` [Note: modes]
         self._events: Mapping[Step, Sequence[Event]] = {}  # of the plan, by step
         self._ran: list[Step] = []
-        self._done: dict[Step, int] = {}  # in progress, and in the plan: the number of events whose actions are done
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
         self._forwards: dict[int, Microbatch] = {}  # in progress, by stage
         self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
@@ -85,7 +85,7 @@ class Conductor:
 
     def _clear(self) -> None:
         with self.engine.lock:
-            self._ran, self._done, self._microbatches, self._forwards = [], {}, {}, {}
+            self._ran, self._microbatches, self._forwards = [], {}, {}
 
     # Computations
 
@@ -116,11 +116,9 @@ class Conductor:
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
-            microbatch.running = step
-            if step in self._events:
-                self._done[step] = 0
+            microbatch.running, microbatch.done = step, 0
             if microbatch.split and step.computation is Computation.BACKWARD_WEIGHT:
-                self._advance(step, 1)
+                self._advance(microbatch, 1)
             return microbatch
 
     def _end(self, stage: Any, step: Step, microbatch: Microbatch) -> None:
@@ -138,11 +136,9 @@ class Conductor:
                     layer.retained = False
                     layer.evict()
                 self._microbatches.pop((step.stage, step.microbatch), None)
+            # What the computation has freed at its end is free before.
+            self._advance(microbatch, len(self._events.get(step, ())))
             microbatch.running = None
-            if step in self._done:
-                # What the computation has freed at its end is free before.
-                self._advance(step, len(self._events[step]))
-                del self._done[step]
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass) -> None:
         """Note the bytes of the largest outputs that the schedule keeps for a microbatch, of those not saved."""
@@ -170,7 +166,7 @@ class Conductor:
         if step is None or owner is None:
             return
         if when is When.FORWARD_START:
-            self._advance(step, index + 1)
+            self._advance(microbatch, index + 1)
         elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:
             if step.computation is Computation.BACKWARD_WEIGHT and microbatch.split:
                 return
@@ -181,7 +177,7 @@ class Conductor:
             if not microbatch.planned:
                 owner.do(Do.RELOAD, index)
             elif step in self._events:
-                self._advance(step, len(self._events[step]) - 1 - index)
+                self._advance(microbatch, len(self._events[step]) - 1 - index)
 
     # The plan
 
@@ -198,15 +194,15 @@ class Conductor:
         chosen = (k for k in layers if Action(Do.OFFLOAD, k, microbatch) in plan.at(When.FORWARD_START, k, microbatch))
         return frozenset(k - layers.start for layer in chosen for k in (*_sharing(plan, layer), layer))
 
-    def _advance(self, step: Step, number: int) -> None:
-        """Do what the plan does at the first events of a computation, and is not done yet."""
-        if step not in self._done or self.plan is None:
+    def _advance(self, microbatch: Microbatch, number: int) -> None:
+        """Do what the plan does at the first events of what is computed of a microbatch, and is not done yet."""
+        step, plan = microbatch.running, self.plan
+        if step is None or plan is None:
             return
-        while self._done[step] < number:
-            event = self._events[step][self._done[step]]
-            self._done[step] += 1
-            for action in self.plan.steps.get(event, ()):
-                self._act(action, self.plan)
+        for event in self._events.get(step, ())[microbatch.done : max(number, 0)]:
+            microbatch.done += 1
+            for action in plan.steps.get(event, ()):
+                self._act(action, plan)
 
     def _act(self, action: Action, plan: Plan) -> None:
         """Carry out an action on a group of any microbatch; what does not apply is passed over."""
