@@ -143,9 +143,10 @@ class Call:
 
     def _note_weights(self) -> None:
         """Note weights that are not noted yet, when the first part of what is made from them is dropped."""
-        for value in self.program.weights.keys() - self._weights.keys():
-            tensor = self._weight(self.program.weights[value])
-            self._weights[value] = tensor, version_of(tensor)
+        if len(self._weights) < len(self.program.weights):
+            for value in self.program.weights.keys() - self._weights.keys():
+                tensor = self._weight(self.program.weights[value])
+                self._weights[value] = tensor, version_of(tensor)
 
     def _weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""
@@ -257,7 +258,7 @@ class FollowingCall(Call):
 
     def __init__(self, program: Program, *common: Any, compares_all: bool = False) -> None:
         super().__init__(*common)
-        self.program, self._compares_all = program, compares_all
+        self.program, self._drops_at, self._compares_all = program, program.drops_at, compares_all
         self._expected: Sequence[ExpectedTensor | None] = program.expected  # none once something differs
         self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
         if program.redraws:
@@ -302,9 +303,9 @@ class FollowingCall(Call):
                         slot.saved, slot.tensor = saved, None
                         saved = slot
         self._slots.append(slot)
-        if number in self.program.drops_at:
+        if number in self._drops_at:
             if self._drew_as_traced(self.program.trace.entries[number].drawn):
-                self._drop(self.program.drops_at[number])
+                self._drop(self._drops_at[number])
             else:
                 self._expected, self.agrees = (), False
         return saved
@@ -342,7 +343,7 @@ class FollowingCall(Call):
                 if slot is not None and slot.tensor is not None and not (slot.keep_edited() or is_freed(slot.tensor)):
                     bits = bits_at(slot.tensor, where)
                     self._samples[value] = where, bits if where.summed else bits.clone()
-        self._drop_slots(slots[number] for number in drop.entries)
+        self._drop_slots([slots[number] for number in drop.entries])
 
 
 class TracedCall(Call):
@@ -402,24 +403,21 @@ class TracedCall(Call):
         whole = Program(trace, everything, self._min_bytes, banned)
         same = self._policy == everything
         program = self.program = whole if same else Program(trace, self._policy, self._min_bytes, banned)
-        for slot in self._slots:
-            if slot is None or slot.tensor is None or slot.saved is not None:
-                continue
-            if trace.entries[slot.number].value not in program.dropped:
+        slots = {number: slot for number, slot in enumerate(self._slots) if slot is not None}
+        for number, slot in slots.items():
+            stays = trace.entries[number].value not in program.dropped
+            if stays and slot.tensor is not None and slot.saved is None:
                 slot.saved = self._packer.pack(slot.tensor)
         self._hold_inputs()
+        self._weights = {}
+        self._note_weights()
+        self._held |= {value: slots[number].saved for value, number in program.kept.items()}
         sources = {value: self._inputs[place] for value, place in whole.inputs.items()}
         sources |= {value: self._weight(weight) for value, weight in whole.weights.items()}
-        self._note_weights()
-        for value, number in program.kept.items():
-            slot = self._slots[number]
-            assert slot is not None
-            self._held[value] = slot.saved
         for value, number in whole.kept.items():
-            slot = self._slots[number]
-            assert slot is not None
-            assert slot.tensor is not None
-            sources[value] = slot.tensor
+            tensor = slots[number].tensor
+            assert tensor is not None
+            sources[value] = tensor
         return whole, sources
 
     def give_up(self) -> None:
