@@ -204,6 +204,19 @@ class ModuleCalls:
     def watch(self, owned: ModuleTensors) -> None:
         """Note every module that runs in this thread, until `unwatch`."""
         running.layers.append(owned)
+        self.add_user(owned)
+
+    def unwatch(self, owned: ModuleTensors) -> None:
+        """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
+        if owned in running.layers:
+            running.layers.remove(owned)
+        owned.forget()
+        self.remove_user(owned)
+
+    # No interrupt comes between the bytecodes that take a lock.  Those of other functions are tried one by one.
+
+    def add_user(self, owned: ModuleTensors) -> None:
+        """Install the hooks, if they are not."""
         with self._lock:
             self._layers.add(owned)
             for handle in self._handles:
@@ -215,11 +228,8 @@ class ModuleCalls:
             )[len(self._handles) :]:
                 self._handles.append(register(_entered))
 
-    def unwatch(self, owned: ModuleTensors) -> None:
-        """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
-        if owned in running.layers:
-            running.layers.remove(owned)
-        owned.forget()
+    def remove_user(self, owned: ModuleTensors) -> None:
+        """Remove the hooks, if no other layer needs them."""
         with self._lock:
             self._layers.discard(owned)
             if not self._layers:
