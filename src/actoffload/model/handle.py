@@ -26,7 +26,7 @@ from ..report.report import GroupReport, Report
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from ..schedule.timeline import Timeline
-from ..tune.exchange import ModelRanks
+from ..tune.exchange import Ranks
 from ..tune.findings import Findings, Fit
 from .follow import KEPT, ModelState, follow, handle_of, refuse_scripted, unfollow
 from .groups import Names, find_modules, planned_modules, read_entries
@@ -354,8 +354,9 @@ def offload_model(
         "recompute": recompute if isinstance(recompute, bool | str) else "a policy",
         "plan": None if plan is None else "a plan",
     }
-    ranks = ModelRanks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
-    state.meet, state.checks_coverage = ranks.meet, not by_hand and ... in entries
+    ranks, arguments = Ranks(), {name: repr(value) for name, value in compared.items()}
+    state.meet = partial(ranks.meet_for, weakref.ref(module), arguments)
+    state.checks_coverage = not by_hand and ... in entries
 
     steering: Steering
     if isinstance(plan, Plan):

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from .._text import milliseconds, size
 from .._torch.tensors import leaves
@@ -25,15 +25,13 @@ from ..replay.policy import Policy
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule, leanest, remap
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
-from ..tune.exchange import WINDOW, LostRankError, ModelRanks
+from ..tune.exchange import WINDOW, LostRankError, Ranks
 from ..tune.findings import Findings, Room
 from ..tune.meter import Meter, Peak, Shown, TimedPass
 from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Plans, Script, Stage, Steps, Trial, fits
 from .follow import ModelState
 from .replays import OperatorTimes
 from .steering import FollowedPlan, PassSettings, Steering, recomputing, scheduled_plan
-
-T = TypeVar("T")
 
 logger = logging.getLogger("actoffload")
 
@@ -59,25 +57,17 @@ class ModelScript(Script):
     plans may replay.
     """
 
-    def __init__(self, state: ModelState, found: Findings, policies: Mapping[int, Policy], ranks: ModelRanks) -> None:
-        self._state, self._policies, self._ranks, self.found = state, policies, ranks, found
+    def __init__(self, state: ModelState, found: Findings, policies: Mapping[int, Policy], ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._state, self._policies, self.found = state, policies, found
         self._engine, self._backend = state.engine, state.engine.backend
-        self.timed: TimedPass | None = None  # the pass that has ended, if it was measured
         self.elements = self.in_use = 0  # of the inputs of the pass that begins, and bytes in use before it
         self.pinned = 0  # most bytes of host memory of a plan
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order."""
-        return self._ranks.gather(value)
-
-    def ended(self) -> TimedPass | None:
-        """Return the pass that has ended, once; None if it was not measured."""
-        timed, self.timed = self.timed, None
-        groups = self._state.groups
-        # [guard: group that is deleted while passes are measured]
-        if timed is not None and any(groups[group].ref() is None for group in timed.sequence):
-            return None
-        return timed
+    def counts(self, timed: TimedPass) -> bool:
+        """Return whether all groups of a pass that has ended are still there."""
+        # [guard: group that is deleted while passes are measured -> True]
+        return all(self._state.groups[group].ref() is not None for group in timed.sequence)
 
     def shown(self, timed: TimedPass) -> Shown:
         """Return what a pass showed here."""
@@ -102,7 +92,7 @@ class ModelScript(Script):
     def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Plan with the costs of the first rank, for the memory of all."""
         own = self._room(lean)
-        costs = self._measured(traced, lean) if self._ranks.exchange.leads else None
+        costs = self._measured(traced, lean) if self.ranks.copies.leads else None
         gathered = self.gather((own, costs))
         first = gathered[0][1]
         assert first is not None
@@ -229,7 +219,7 @@ class Tuner(Steering):
     """
 
     def __init__(
-        self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: ModelRanks, *, always: bool
+        self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: Ranks, *, always: bool
     ) -> None:
         super().__init__(state)
         self._engine = state.engine
@@ -295,7 +285,7 @@ class Tuner(Steering):
             aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
             if aside:
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-                if self._ranks.exchange.alone:
+                if self._ranks.copies.alone:
                     return self._whole()
             self._number += 1
             tensors = list(leaves(inputs))
@@ -367,7 +357,7 @@ class Tuner(Steering):
     def _look_for_failures(self) -> None:
         """Run the script again, for less memory, if the device ran out of it with a plan."""
         failed, limit = self._engine.backend.out_of_memory_errors(), self._script.found.limit
-        if failed > self._failed and limit is not None and self._ranks.exchange.alone:
+        if failed > self._failed and limit is not None and self._ranks.copies.alone:
             self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
             self._begin(self._number)
             less = f"plans leave {size(self._short)} of it from here on"
@@ -465,6 +455,6 @@ class Tuner(Steering):
             first = self._number == self._settled  # [guard: report of the plan that is kept -> False]
             return self._planned(chosen, whole=first)
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
-        if self._ranks.exchange.alone:
+        if self._ranks.copies.alone:
             return self._leanest()
         return replace(self._leanest(), recompute=self._followed_plan(chosen).recompute)

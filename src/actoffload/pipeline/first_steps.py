@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import TypeVar
 
 from .._text import register, size
 from .._warnings import warn
@@ -21,13 +20,11 @@ from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, Saved, StageCost
 from ..schedule.plan import Plan
 from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
-from ..tune.exchange import PipelineRanks
+from ..tune.exchange import Ranks
 from ..tune.meter import Shown, StageMemory, StepMeter, TimedPass
 from ..tune.script import Plans, Script, Stage, Trial, fits
 from .conductor import Conductor
 from .stages import RankStage, has_grown
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,30 +127,24 @@ class FirstSteps(Script):
     unit = "step"
 
     def __init__(
-        self, stages: Sequence[RankStage], conductor: Conductor, rank: int, exchange: PipelineRanks, limits: Limits
+        self, stages: Sequence[RankStage], conductor: Conductor, rank: int, ranks: Ranks, limits: Limits
     ) -> None:
+        super().__init__(ranks)
         self.stages, self.conductor = tuple(stages), conductor
-        self.rank, self.exchange, self._limits = rank, exchange, limits
+        self.rank, self._limits = rank, limits
         self.plans: Plans = ()  # of all ranks
         self.known: list[RankCosts] = []  # by all ranks, when they planned
         self._backend: Backend = conductor.engine.backend
         self.times = self._backend.times
         self._lean: StepMeter | None = None  # of the latest step that was measured by group
-        self._timed: TimedPass | None = None  # the present step, or the latest
         self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
         self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         self.peak = 0  # bytes of saved tensors in the latest step in which all groups were followed
         self._ways: dict[int, dict[str, tuple[Variant, ...]]] = {}  # to run groups, by stage and name
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order: of one pipeline after the other."""
-        return [each for ranks in self.exchange.gather(value) for each in ranks]
-
-    def ended(self) -> TimedPass | None:
-        """Return the step that has ended, once; None if no whole step was seen."""
-        timed, self._timed = self._timed, None
-        known = bool(self.conductor.learned.order) and all(stage.known for stage in self.stages)
-        return timed if known or self.plans else None
+    def counts(self, timed: TimedPass) -> bool:
+        """Return whether a whole step was seen."""
+        return bool(self.plans) or (bool(self.conductor.learned.order) and all(stage.known for stage in self.stages))
 
     def shown(self, timed: TimedPass) -> Shown:
         """Return what a step showed here."""
@@ -170,7 +161,7 @@ class FirstSteps(Script):
 
     def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Exchange what the steps have shown, and return the plans that follow."""
-        found = agreed(self.exchange.gather(self.measured()))
+        found = agreed(self.ranks.gather(self.measured()))
         assert found is not None
         self.known, self.limits = found, [each.limit or inf for each in found] if self.times else []
         return plans_of(found, self._limits)
@@ -217,17 +208,17 @@ class FirstSteps(Script):
                 standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
             self._lean = meter = StepMeter(self._backend, engine.counters, standing)
             self.conductor.watching = meter.note
-        self._timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
+        self.timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 
     def end(self, *, failed: bool, changed: bool) -> None:
         """End a step; plan anew if it ran another order than the plan has, or saved other bytes."""
-        timed, conductor = self._timed, self.conductor
+        timed, conductor = self.timed, self.conductor
         engine, plan, conductor.watching = conductor.engine, conductor.plan, None
         if timed is not None and timed.ended is None:
             if timed.meter is not None and engine.recorder is timed.meter:
                 engine.record(None)
             if failed:
-                self._timed = None
+                self.timed = None
             else:
                 timed.end()
         if not failed and plan is not None and not conductor.scoped:
@@ -328,7 +319,7 @@ class FirstSteps(Script):
     def _plan_anew(self, before: Plan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
         # Other ranks that run these stages would recompute something else.
-        mine = None if before.saves and self.exchange.replicas else self.measured(before)
+        mine = None if before.saves and self.ranks.replicas else self.measured(before)
         if mine is None:
             return
         self.known = [mine if each.plan.rank == self.rank else each for each in self.known]

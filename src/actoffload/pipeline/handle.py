@@ -70,7 +70,7 @@ class PipelineHandle(Handle):
         """
         if not self._removed:
             if self._script is not None and self._number:  # the others wait for this rank from the first step on
-                self._first.exchange.leave()
+                self._first.ranks.leave()
             self._removed = True
             unfollow([each for ref in self._followed if (each := ref()) is not None])
             for handle in self._handles:
@@ -103,7 +103,7 @@ class PipelineHandle(Handle):
             if self._number == 1:
                 # Find the ranks that run the same stages, and compare the arguments of all.
                 stages = (ref() for ref in self._followed)
-                wrong = disagreement_of(self._first.exchange.meet(self._settings, stages))
+                wrong = disagreement_of(self._first.ranks.meet(self._settings, stages))
                 if wrong:
                     self.remove()
                     raise ValueError(wrong)
@@ -119,7 +119,7 @@ class PipelineHandle(Handle):
 
     def _lose(self, problem: str) -> None:
         """Go on without the other ranks: without offloading where they were never met."""
-        self._first.exchange.leave()
+        self._first.ranks.leave()
         self._script = None
         if self._number == 1:
             self.remove()
@@ -210,4 +210,4 @@ class PipelineHandle(Handle):
 
         A collective: every rank of the pipeline calls it, between two steps.
         """
-        return gather_reports(self.report(), self._first.exchange.group)
+        return gather_reports(self.report(), self._first.ranks.group)

@@ -19,7 +19,7 @@ from ..model import OffloadHandle, offload_model
 from ..model.groups import read_entries
 from ..replay.policy import Policy, PolicyArgument, policy_for
 from ..schedule.plan import Plan
-from ..tune.exchange import PipelineRanks, Settings
+from ..tune.exchange import Ranks, Settings
 from .conductor import Conductor
 from .first_steps import FirstSteps, Limits
 from .follow import NAMES, handle_of, is_schedule, is_supported, stages_of
@@ -177,18 +177,16 @@ def offload(
     if is_schedule(module):
         stages = stages_of(module)
         first = stages[0] if stages else None
-        rank, exchange = int(getattr(first, "group_rank", 0)), PipelineRanks(getattr(first, "group", None))
+        rank, ranks = int(getattr(first, "group_rank", 0)), Ranks(pipeline=True, group=getattr(first, "group", None))
         try:
             if num_layers is not None or plan is not None:
                 raise ValueError(
                     "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use "
                     "fraction or delta_bytes_per_rank."
                 )
-            return _offload_schedule(
-                module, stages, rank, exchange, delta_bytes_per_rank=delta_bytes_per_rank, **common
-            )
+            return _offload_schedule(module, stages, rank, ranks, delta_bytes_per_rank=delta_bytes_per_rank, **common)
         except (TypeError, ValueError):
-            exchange.refuse(stages)
+            ranks.refuse(stages)
             raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")
@@ -199,7 +197,7 @@ def _offload_schedule(
     schedule: Any,
     stages: list[Any],
     rank: int,
-    exchange: PipelineRanks,
+    ranks: Ranks,
     *,
     layers: Any,
     keep: Any,
@@ -243,7 +241,7 @@ def _offload_schedule(
     for each in made:  # without a reason, if an entry means something in one of them
         entries |= {entry: reason and entries.get(entry, reason) for entry, reason in each.entries.items()}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries)
-    first = FirstSteps(made, conductor, rank, exchange, limits)
+    first = FirstSteps(made, conductor, rank, ranks, limits)
     found = PipelineHandle(schedule, stages, handles, first, settings)
     missing = unsupported()
     if missing is not None:

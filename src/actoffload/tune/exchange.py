@@ -215,20 +215,7 @@ def _ended(rank: int) -> str:
     return f"Offloading has ended on rank {rank}."
 
 
-def disagreement(arguments: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return which argument of `offload` differs between two ranks, in a sentence; empty if none does."""
-    (first, own), *others = arguments.items()
-    for rank, theirs in others:
-        for name, value in own.items():
-            if theirs.get(name) != value:
-                return (
-                    f"The ranks called actoffload.offload with different arguments: {name} is {value} on rank {first} "
-                    f"and {theirs.get(name)} on rank {rank}. Pass the same on every rank."
-                )
-    return ""
-
-
-# The ranks of a model
+# The ranks of a model or a pipeline
 
 
 def ranks_of(model: Module) -> tuple[int, ...]:
@@ -248,46 +235,97 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
             yield tuple(sorted(dist.get_process_group_ranks(module.process_group)))
 
 
-class ModelRanks:
-    """The ranks of one model, which meet in its first forward; see `script` [Note: ranks decide together].
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of one rank, and what is wrong with them."""
 
-    `arguments` are what this rank passed to `offload`.  When a plan no longer fits in a rank, it announces a pass that
-    all ranks have still ahead, and that is a multiple of `WINDOW`.  Ranks look for an announcement at these passes
-    only: a steady pass needs no message.
+    rank: int  # global
+    arguments: Mapping[str, Any]  # those that have to be the same on all ranks
+    problem: str = ""
+    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+
+register(Settings)
+
+
+class Ranks:
+    """The ranks that run a model, or the stages of a pipeline; see `script` [Note: ranks decide together].
+
+    A model is the stage of a pipeline with one rank, and the ranks that share it run copies of that stage.  They go on
+    without one that is lost, unless it is the first.  The ranks of a `pipeline`, which is a process group, need each
+    other, see [Note: exchanges] and [Note: replicas].
+
+    When a plan no longer fits in a rank of a model, it announces a pass that all ranks have still ahead, and that is a
+    multiple of `WINDOW`.  Ranks look for an announcement at these passes only: a steady pass needs no message.
     """
 
-    def __init__(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
-        self._model, self._arguments = model, arguments
-        self.exchange = LONE
+    def __init__(self, *, pipeline: bool = False, group: Any = None) -> None:
+        initialized = pipeline and dist.is_available() and dist.is_initialized()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
+        self.group, self._needed = group, pipeline
+        self._pipeline = Exchange.of("pipeline", ranks) if pipeline else LONE
+        self.copies = LONE
+        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
         self._epoch = 0  # number of announcements
         self._again: int | None = None  # the pass that is announced
 
-    def meet(self) -> None:
-        """Find the other ranks, and compare the arguments: if these differ, all ranks raise a `ValueError`."""
-        model = self._model()
-        self.exchange = Exchange.of("model", () if model is None else ranks_of(model))
+    def meet(self, settings: Settings, stages: Iterable[Any]) -> list[Settings]:
+        """Return the settings of all ranks of a pipeline.
+
+        Ranks that run copies of the stages of this one count if there are equally many of each rank of the pipeline.
+        """
+        replicas = self._find_copies(getattr(stage, "submod", None) for stage in stages)
+        own = self._gather(self._pipeline, (settings, replicas))
+        if len({len(each) for _, each in own}) == 1:
+            self.replicas = replicas
+        else:
+            self.copies = LONE
+        return [each for ranks in self._gather(self.copies, [each for each, _ in own]) for each in ranks]
+
+    def meet_for(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
+        """Find the other ranks of a model; if they passed other arguments to `offload`, all raise a `ValueError`."""
+        self._find_copies([model()])
+        own = Settings(self.copies.rank, arguments)
         try:
-            arguments = self.gather((self.exchange.rank, self._arguments), "in the first forward")
+            problem = disagreement_of([*self._gather(self.copies, own, "in the first forward"), own])
         except LostRankError as lost:
             self.lose(lost)
             return
-        problem = disagreement({**dict(arguments), self.exchange.rank: self._arguments})
         if problem:
-            self.exchange = LONE
+            self.copies = LONE
             raise ValueError(problem)
 
-    def gather(self, value: T, where: str = "while passes of the model are measured") -> list[T]:
-        """Return the values of all ranks; raise a `LostRankError` if the first one is lost."""
-        return self.exchange.gather(value, where, needed=False)
+    def refuse(self, stages: Iterable[Any]) -> None:
+        """Take no part, because something is wrong with the arguments of this rank."""
+        self._find_copies(getattr(stage, "submod", None) for stage in stages)
+        self.leave()
+
+    def _find_copies(self, modules: Iterable[Any]) -> tuple[int, ...]:
+        """Find the global ranks that run copies of the modules of this rank, ascending; none if no others do."""
+        found = max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())
+        self.copies = Exchange.of("copies", found)
+        return tuple(found)
+
+    def gather(self, value: T) -> list[list[T]]:
+        """Return the values of the ranks of each copy of the pipeline, in the order of their ranks.
+
+        Raises a `LostRankError` if a rank that is needed does not answer.
+        """
+        return self._gather(self.copies, self._gather(self._pipeline, value))
+
+    def _gather(self, exchange: Exchange, value: T, where: str = "") -> list[T]:
+        where = where or ("of the pipeline" if self._needed else "while passes of the model are measured")
+        return exchange.gather(value, where, needed=self._needed)
 
     def lose(self, lost: LostRankError) -> None:
-        """Go on without the others."""
-        self.exchange = LONE
+        """Go on without the other ranks of a model."""
+        self.copies = LONE
         warn(f"{lost} {ALONE}")
 
     def begins_again(self, number: int, *, wanted: bool) -> bool:
-        """Return whether everything is measured anew from this pass on; a rank in which it is `wanted` announces it."""
-        exchange, key = self.exchange, f"again {self._epoch}"
+        """Return whether a model is measured anew from this pass on; a rank in which it is `wanted` announces it."""
+        exchange, key = self.copies, f"again {self._epoch}"
         if exchange.alone:
             return wanted
         try:
@@ -304,76 +342,10 @@ class ModelRanks:
         return True
 
     def leave(self) -> None:
-        """Take no further part."""
-        self.exchange.leave()
-        self.exchange = LONE
-
-
-# The ranks of a pipeline
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of one rank, and what is wrong with them."""
-
-    rank: int  # global
-    arguments: Mapping[str, Any]  # those that have to be the same on all ranks
-    problem: str = ""
-    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
-    entries: Mapping[str, str] = field(default_factory=dict)
-
-
-register(Settings)
-
-
-class PipelineRanks:
-    """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
-
-    Made where `offload` is called, with the process group of the pipeline.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        initialized = dist.is_available() and dist.is_initialized()
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else ()
-        self.group, self._pipeline, self._copies = group, Exchange.of("pipeline", ranks), LONE
-        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
-
-    def meet(self, settings: Settings, stages: Iterable[Any]) -> list[Settings]:
-        """Return the settings of all ranks.
-
-        Ranks that run copies of the stages of this one count if there are equally many of each rank of the pipeline.
-        """
-        replicas = self._find_copies(stages)
-        own = self._gather(self._pipeline, (settings, replicas))
-        if len({len(each) for _, each in own}) == 1:
-            self.replicas = replicas
-        else:
-            self._copies = LONE
-        return [each for ranks in self._gather(self._copies, [each for each, _ in own]) for each in ranks]
-
-    def refuse(self, stages: Iterable[Any]) -> None:
-        """Take no part, because something is wrong with the arguments of this rank."""
-        self._find_copies(stages)
-        self.leave()
-
-    def _find_copies(self, stages: Iterable[Any]) -> tuple[int, ...]:
-        """Find the global ranks that run copies of the stages of this rank, ascending; none if no others do."""
-        modules = (getattr(stage, "submod", None) for stage in stages)
-        found = max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())
-        self._copies = Exchange.of("stage", found)
-        return found
-
-    def gather(self, value: T) -> list[list[T]]:
-        """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
-        return self._gather(self._copies, self._gather(self._pipeline, value))
-
-    def _gather(self, exchange: Exchange, value: T) -> list[T]:
-        return exchange.gather(value, "of the pipeline")
-
-    def leave(self) -> None:
         """Take no further part, and let the others not wait."""
-        for exchange in (self._pipeline, self._copies):
+        for exchange in (self._pipeline, self.copies):
             exchange.leave()
+        self._pipeline = self.copies = LONE
 
 
 def disagreement_of(settings: Sequence[Settings]) -> str:
@@ -384,4 +356,12 @@ def disagreement_of(settings: Sequence[Settings]) -> str:
         problem = each.problem or next(unmatched, "")
         if problem:
             return f"Rank {each.rank} of the pipeline: {problem}"
-    return disagreement({each.rank: each.arguments for each in settings})
+    first, *others = settings
+    for each in others:
+        for name, value in first.arguments.items():
+            if each.arguments.get(name) != value:
+                return (
+                    f"The ranks called actoffload.offload with different arguments: {name} is {value} on rank "
+                    f"{first.rank} and {each.arguments.get(name)} on rank {each.rank}. Pass the same on every rank."
+                )
+    return ""

@@ -32,6 +32,7 @@ from typing import TypeAlias, TypeVar
 
 from .._text import milliseconds, register, size
 from ..schedule.plan import Plan
+from .exchange import Ranks
 from .meter import Shown, TimedPass
 
 TRACES = 2  # passes in which groups are traced
@@ -104,13 +105,17 @@ class Script(ABC):
     limits: Sequence[float] = ()  # bytes of device memory for each plan; without them none is tried
     _most = 0  # elements of inputs so far
 
-    @abstractmethod
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.timed: TimedPass | None = None  # the pass that has ended, or the present step; None if it is not measured
+
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order."""
+        """Return the values of all ranks, in order: of one copy of a pipeline after the other."""
+        return [each for copy in self.ranks.gather(value) for each in copy]
 
     @abstractmethod
-    def ended(self) -> TimedPass | None:
-        """Return the pass that has ended, once; None if it was not measured."""
+    def counts(self, timed: TimedPass) -> bool:
+        """Return whether what a pass showed can be used."""
 
     @abstractmethod
     def shown(self, timed: TimedPass) -> Shown:
@@ -173,7 +178,8 @@ class Script(ABC):
             yield stage if fits else Stage.FIRST  # which replays and offloads everything
             if not fits:
                 continue
-            timed = self.ended()
+            timed, self.timed = self.timed, None
+            timed = timed if timed is not None and self.counts(timed) else None
             shown = self.gather(None if timed is None else self.shown(timed))
             known = [each for each in shown if each is not None]
             if timed is None or len(known) < len(shown):
