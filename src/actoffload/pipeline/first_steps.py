@@ -19,9 +19,9 @@ from ..planner import Variant, plan_pipeline
 from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, Saved, StageCost
 from ..schedule.plan import Plan
-from ..tune.costs import kept_outputs, measured_link, probed_link, stage_cost, ways_of
+from ..tune.costs import measured_link, probed_link, stage_cost, ways_of
 from ..tune.exchange import Ranks
-from ..tune.meter import Shown, StageMemory, StepMeter, TimedPass
+from ..tune.meter import StepMeter, TimedPass
 from ..tune.script import Plans, Script, Stage, Trial, fits
 from .conductor import Conductor
 from .stages import RankStage, has_grown
@@ -146,10 +146,6 @@ class FirstSteps(Script):
         """Return whether a whole step was seen."""
         return bool(self.plans) or (bool(self.conductor.learned.order) and all(stage.known for stage in self.stages))
 
-    def shown(self, timed: TimedPass) -> Shown:
-        """Return what a step showed here."""
-        return timed.shown(timed.peak) if self.times else Shown(0.0)
-
     def traced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of all groups are known that are replayed, or what compiled ones save."""
         return not self._limits.may_recompute or all(
@@ -200,13 +196,9 @@ class FirstSteps(Script):
         engine, meter = self.conductor.engine, None
         if stage is Stage.LEAN:
             engine.reset_statistics()
-            standing = dict[int, StageMemory]()
-            for each in self.stages:
-                self._gradients[each.index] = each.gradients
-                boundary, output = kept_outputs(each.index, self.conductor.learned)
-                boundary += each.outside
-                standing[each.index] = StageMemory(boundary, output, sum(self._gradients[each.index]))
-            self._lean = meter = StepMeter(self._backend, engine.counters, standing)
+            self._lean, self._gradients = None, {each.index: each.gradients for each in self.stages}
+            costs = {each.index: self._cost(each) for each in self.stages}
+            self._lean = meter = StepMeter(self._backend, engine.counters, costs)
             self.conductor.watching = meter.note
         self.timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 

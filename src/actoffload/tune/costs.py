@@ -262,12 +262,6 @@ class StageFacts:
     returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
 
 
-def kept_outputs(stage: int, learned: StageFacts) -> tuple[int, int]:
-    """Return the bytes of outputs that are not saved, and kept until the last backward, and until the step ends."""
-    nbytes = learned.boundary.get(stage, 0)
-    return (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
-
-
 def stage_cost(
     stage: int,
     saved: Sequence[Sequence[tuple[int, int]]],
@@ -291,7 +285,8 @@ def stage_cost(
         even = spread_evenly([nbytes for _, nbytes in saved[k]])
         cost = _cost(forward, backward, even, temporaries.get(k, [0] * 4))
         groups.append(replace(cost, weight_backward=weights, gradient_bytes=gradients[k] if known else 0))
-    boundary, output = kept_outputs(stage, learned)
+    nbytes = learned.boundary.get(stage, 0)
+    boundary, output = (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
     return StageCost(
         tuple(groups),
         boundary + outside,

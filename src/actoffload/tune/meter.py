@@ -31,6 +31,7 @@ from ..engine.layer import Layer
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Counters, Reason, TimelineRecorder
 from ..engine.storage import Residency, SavedStorage
+from ..schedule.costs import StageCost
 from ..schedule.orders import Computation, Step
 from ..schedule.timeline import Kind
 
@@ -290,22 +291,15 @@ def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
 WHOLE = -1  # in place of a group: the computation
 
 
-class StageMemory(NamedTuple):
-    """Bytes of a stage that a plan counts by itself."""
-
-    boundary: int  # of each microbatch, from its forward to its last backward
-    output: int  # of each microbatch, from its forward on
-    gradients: int  # of weights of its groups, from its first backward on
-
-
 class StepMeter(Meter):
-    """Records a step of a schedule; by stage, `standing` is the memory that a plan counts by itself."""
+    """Records a step of a schedule; `stages` are costs with the memory that a plan counts by itself."""
 
     measures_model = False  # other ranks would wait, and other memory is counted in the whole step
 
-    def __init__(self, backend: Backend, counters: Counters, standing: Mapping[int, StageMemory]) -> None:
+    def __init__(self, backend: Backend, counters: Counters, stages: Mapping[int, StageCost]) -> None:
         super().__init__(backend, counters, memory=True)
-        self._standing = standing
+        self._stages = stages
+        self._weights = {stage: sum(group.gradient_bytes for group in cost.groups) for stage, cost in stages.items()}
         self._in_flight, self._forwards, self._with_gradients = Counter[int](), Counter[int](), set[int]()
         self.other_bytes = self._before_weights = 0
         self._halves = Counter[int]()  # by stage: microbatches between the backwards of their inputs and weights
@@ -335,7 +329,7 @@ class StepMeter(Meter):
         if step.computation is Computation.BACKWARD_WEIGHT and self._halves[step.stage]:
             now = self._allocated - self._counters.resident_bytes
             if ends:
-                less = self._before_weights - now - self._standing[step.stage].boundary
+                less = self._before_weights - now - self._stages[step.stage].boundary_bytes
                 self.between_bytes[step.stage] = max(self.between_bytes.get(step.stage, 0), less)
             self._before_weights = now
         self._halves[step.stage] += ends * (step.computation is Computation.BACKWARD_INPUT)
@@ -347,10 +341,10 @@ class StepMeter(Meter):
         super().level(outside=outside)
         if self._between and not outside and self._settled and not any(self._halves.values()):
             standing = sum(
-                self._in_flight[stage] * each.boundary
-                + self._forwards[stage] * each.output
-                + each.gradients * (stage in self._with_gradients)
-                for stage, each in self._standing.items()
+                self._in_flight[stage] * cost.boundary_bytes
+                + self._forwards[stage] * cost.output_bytes
+                + self._weights[stage] * (stage in self._with_gradients)
+                for stage, cost in self._stages.items()
             )
             other = self._allocated - self._counters.resident_bytes - standing
             self.other_bytes = max(self.other_bytes, other)

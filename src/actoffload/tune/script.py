@@ -117,9 +117,9 @@ class Script(ABC):
     def counts(self, timed: TimedPass) -> bool:
         """Return whether what a pass showed can be used."""
 
-    @abstractmethod
     def shown(self, timed: TimedPass) -> Shown:
         """Return what a pass showed here."""
+        return timed.shown(timed.peak)
 
     @abstractmethod
     def traced(self, traced: Sequence[TimedPass]) -> bool:
