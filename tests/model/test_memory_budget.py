@@ -46,9 +46,9 @@ def test_a_compiled_group_is_within_the_budget_in_each_pass(part):
     assert seconds(model, device) <= 1.01 * 8 * 3.0, "copies are fast"
 
 
-@pytest.mark.parametrize("paused", [3, 4])
+@pytest.mark.parametrize("paused", [2, 3])
 def test_a_pause_of_the_host_in_one_pass_does_not_change_the_plan(paused):
-    """Two passes are timed where one takes longer than was simulated."""
+    """A pass that takes longer than was simulated runs once more."""
 
     def plan(paused: int) -> str:
         device, model, handle = started(memory_budget=12 * MIB)

@@ -204,7 +204,7 @@ class Script(ABC):
         passes = [(yield from self._pass(Stage.PLAN))[1]]
         trial = self._trial(plans, passes)
         longest = (1 + LONGER) * max(plan.seconds or inf for plan in plans)
-        if whole or trial.over or trial.seconds <= longest:  # [guard: passes in which the host paused]
+        if whole or trial.over or trial.seconds <= longest:  # [guard: passes in which the host paused -> True]
             return trial
         return self._trial(plans, [*passes, (yield from self._pass(Stage.PLAN))[1]])
 
