@@ -68,6 +68,14 @@ def test_memory_is_taken_ahead_and_what_is_too_much_is_freed():
     assert pool.fit(2**40, grow=True) == 0, "the system has no more"
 
 
+def test_gaps_that_are_too_small_count_in_the_limit():
+    pool = HostPool(Counting(), max_bytes=8 * MIB)
+    first, _second = pool.take(3 * MIB), pool.take(3 * MIB)
+    pool.give_back(first, ())
+    assert pool.take(4 * MIB) is None
+    assert "forbids 4.0 MiB more beside the 6.0 MiB that are held" in pool.refusal
+
+
 def test_memory_doubles_until_it_is_known_how_much_is_needed():
     device = Counting()
     pool = HostPool(device, max_bytes=900 * MIB)
