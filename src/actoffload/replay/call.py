@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -84,8 +85,7 @@ _latest = threading.local()
 class Call:
     """One call of a module; when its forward has ended, it makes the values that were dropped.
 
-    `modules` are the module that is called and all inside of it, in the order of ``modules()``; `inputs` are the
-    tensors among its arguments; `name` is that of the module, for errors.
+    `modules` are the called one and all inside of it, in the order of ``modules()``; `inputs` its tensor arguments.
     """
 
     agrees = True  # with the program that it follows
@@ -335,10 +335,10 @@ class FollowingCall(Call):
 
     def _drop(self, drop: Drop) -> None:
         """Empty slots, and leave samples of what they hold."""
-        slots = self._slots
+        slots, samples = self._slots, drop.sums if self._compares_all else drop.samples
         self._note_weights()
-        with below_everything:  # dispatch modes count what is made
-            for number, value, where in drop.sums if self._compares_all else drop.samples:
+        with below_everything if samples else nullcontext():  # dispatch modes count what is made
+            for number, value, where in samples:
                 slot = slots[number]
                 if slot is not None and slot.tensor is not None and not (slot.keep_edited() or is_freed(slot.tensor)):
                     bits = bits_at(slot.tensor, where)
