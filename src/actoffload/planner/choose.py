@@ -72,7 +72,7 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
 
-    They are searched for so many limits, at equal distances.  ``because`` names no limit, because none was given.
+    The planner searches for `points` limits at equal distances.  ``because`` names no limit, as the caller gave none.
     """
     models = _models(names, groups, link, host_seconds, Knobs(host_limit=host_limit))
     leanest, kept = _best(models, 0), _best(models, inf)

@@ -13,8 +13,8 @@ simulated, and no more memory, is known only when it has run.  One that takes lo
 takes memory from the system and the host may pause in any, and the faster counts.  If a plan takes more memory than its
 limit, one for as much less is tried.  Last, one pass replays every group as a whole, as activation checkpointing does.
 That is kept if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the
-host that varies.  It is left out where the device alone took as long in the leanest pass, which replays all.  So a plan
-that keeps its limit is final after five passes: two that are measured, and at most three that are tried.
+host that varies.  It is left out where the device alone took as long in the leanest pass, which replays all.  So where
+the first pass traces all groups, a plan that keeps its limit is final after five passes: two measured, three tried.
 
 `[Note: ranks decide together]`  The ranks of a sharded or data-parallel model, and those of a pipeline, wait for each
 other.  If each decided by itself, one would replay everything while another times its plan.  So all ranks run the same
