@@ -115,7 +115,7 @@ class Recorder:
 
     def __init__(self, job: Job, *, profile: bool = False) -> None:
         self._job = job
-        self._profile = profile and DEVICE.type == "cuda"
+        self._profile = profile and DEVICE.type == "cuda" and not job.searches
         self._first, self._measured = MemoryMeter(), MemoryMeter()
         self._measuring = False
         self._profiler: Any = None
