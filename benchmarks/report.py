@@ -243,16 +243,16 @@ def headline(results: Sequence[Row]) -> str:
 
 
 def _trains(jobs: dict[str, list[Row]]) -> str:
-    longest = searched(row for row in jobs.get("context", []) if not row["memory_gb"])
-    if "offload" not in longest:
-        return ""
-    other = "checkpoint_offload" if "checkpoint_offload" in longest else "checkpoint"
-    most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", other))
-    said = f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
-    small = searched(row for row in jobs.get("context-qlora", []) if row["memory_gb"] == "24")
-    if small.keys() >= {"checkpoint", "offload"}:
-        said += f" QLoRA on 24 GB: {small['offload'] // 1024}k, {small['checkpoint'] // 1024}k with checkpointing."
-    return said
+    said = []
+    for name, memory, title in (("context", "", "Llama 8B LoRA"), ("context-qlora", "24", "QLoRA on 24 GB")):
+        longest = searched(row for row in jobs.get(name, []) if row["memory_gb"] == memory)
+        if "offload" in longest:
+            most = [f"{longest['offload'] // 1024}k tokens"]
+            for arm in ("none", "checkpoint", "checkpoint_offload"):
+                if arm in longest:
+                    most.append(f"{longest[arm] // 1024}k with {ARMS[arm].replace(',', ' and')}")
+            said.append(f"{title}: {', '.join(most)}.")
+    return f"**Trains what does not fit.** {' '.join(said)}" * bool(said)
 
 
 def _faster(jobs: dict[str, list[Row]]) -> str:
