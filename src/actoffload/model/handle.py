@@ -31,7 +31,7 @@ from ..tune.findings import Findings, Fit
 from .follow import KEPT, ModelState, follow, handle_of, refuse_scripted, unfollow
 from .groups import Names, find_modules, planned_modules, read_entries
 from .reporting import describe
-from .steering import Fixed, Steering
+from .steering import Steering
 from .tracker import Tracker
 from .tuner import Tuner
 
@@ -360,10 +360,10 @@ def offload_model(
 
     steering: Steering
     if isinstance(plan, Plan):
-        steering = Fixed(state, plan if policies else replace(plan, saves=()), {})
+        steering = Steering(state, plan if policies else replace(plan, saves=()), {})
     elif by_hand or not backend.times:
         because = "" if by_hand else ON_REFERENCE if limits["memory_budget"] is None else f"{ON_REFERENCE} {NO_BUDGET}"
-        steering = Fixed(state, schedule, always, because)
+        steering = Steering(state, schedule, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
     handle = OffloadHandle(state, steering)

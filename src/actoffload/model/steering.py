@@ -2,10 +2,10 @@
 
 `[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
-groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
-it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
-Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the
-angles of rotary embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
+groups that keep everything.  Once a plan is known, no more is needed than the tensors of the groups that it offloads:
+there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.  Of a group
+that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the angles of rotary
+embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,37 @@ class PassSettings:
 
 
 class Steering:
-    """Decides how the forwards of a model are followed, and sees what they did; by default nothing is measured."""
+    """Decides how the forwards of a model are followed, by a schedule or a plan, and sees what they did.
 
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
+    Nothing is measured here.  `because` says why by a schedule; `recompute` has the groups that are always recomputed.
+    """
+
+    settling = False  # passes are measured for a plan that is not final
+
+    def __init__(
+        self, state: ModelState, plan: Plan | GroupSchedule, recompute: Mapping[int, Policy], because: str = ""
+    ) -> None:
+        self.state, self._always, self._because = state, recompute, because
+        self._adopts = False  # groups are offloaded with what was saved before them
+        self._follow(plan)
+        # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
+        self._unseen = 2 if self._settings.recompute else 1  # passes that are still to be followed as a whole
+
+    def _follow(self, plan: Plan | GroupSchedule, *, offload_others: bool = False) -> None:
+        """Follow a plan in any order of the groups; with `offload_others` those that it lacks are offloaded, too."""
+        state, recompute = self.state, dict(self._always)
+        if isinstance(plan, Plan):
+            saves = dict(zip(plan.names, plan.saves, strict=False))
+            found = ((group.group, saves.get(group.name)) for group in state.groups)
+            recompute |= {k: Policy(frozenset(stays), holds=plan.holds) for k, stays in found if stays is not None}
+
+        @lru_cache(maxsize=64)  # of a model whose order changes
+        def plan_for(order: tuple[int, ...]) -> Plan:
+            if isinstance(plan, GroupSchedule):
+                return plan.plan(state.kinds(order))
+            return remap(plan, state.names(order), offload_others=offload_others)
+
+        self._plan, self._settings = plan, PassSettings(plan_for, recompute)
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings | None:
         """Return how the forward that begins now is followed; None if it is not.
@@ -46,7 +73,17 @@ class Steering:
         `inputs` are the arguments and keyword arguments of the module that is called.  If it is `alone`, that is a
         group and not the model itself; if it is `busy`, another thread runs a forward of the model.
         """
-        raise NotImplementedError
+        return self._planned(whole=alone or busy)
+
+    def _planned(self, *, whole: bool) -> PassSettings | None:
+        """Return how a forward with the plan is followed; `whole`: also where nothing is offloaded."""
+        plan, settings = self._plan, self._settings
+        if whole or isinstance(plan, GroupSchedule) or self._unseen or self.state.log.records:
+            return settings
+        if not (plan.offloaded or settings.recompute):
+            self.state.engine.counters.passes += 1
+            return None
+        return replace(settings, scoped=not self._adopts)
 
     def forward_ends(self, output: Any) -> None:
         """Note that the model returns `output`."""
@@ -55,19 +92,33 @@ class Steering:
         """Learn the sequence of the groups, and what they saved in a followed forward that has ended."""
         if sequence:
             self.state.order = tuple(sequence)  # [guard: learned execution order]
+        if not done.partly:
+            self._unseen = max(self._unseen - 1, 0)
+            self._adopts = done.adopted > 0
         self.state.log.forward_done(done, sequence)
-
-    @property
-    def settling(self) -> bool:
-        """Whether passes are measured for a plan that is not final."""
-        return False
 
     def retire(self) -> None:
         """Stop measuring: the model is followed no longer."""
 
     def plan(self) -> Plan:
-        """Return the present plan."""
-        raise NotImplementedError
+        """Return the present plan, for the order of the latest pass."""
+        return self._described(self._plan, self._because)
+
+    def _described(self, plan: Plan | GroupSchedule, because: str) -> Plan:
+        """Return a plan for the order of the latest pass, with what is saved of the groups as far as is known."""
+        state, order, policies = self.state, self.state.order, self._always
+        if isinstance(plan, Plan):
+            plan = remap(plan, state.names())
+        else:
+            nbytes = state.log.bytes_of(order)
+            plan = replace(plan.plan(state.kinds(order)), names=state.names(), nbytes=nbytes, because=because)
+        if not policies:
+            return plan
+        saves = [
+            tuple(sorted(policies[key].names | policies[key].kept)) if key in policies else policy
+            for key, policy in zip(order, plan.saves or (None,) * len(order), strict=True)
+        ]
+        return replace(plan, saves=tuple(saves))
 
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
@@ -80,91 +131,3 @@ class Steering:
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
         return ""
-
-
-def scheduled_plan(state: ModelState, schedule: GroupSchedule, because: str, recompute: Mapping[int, Policy]) -> Plan:
-    """Return the plan of a schedule for the order of the latest pass."""
-    order = state.order
-    plan = replace(schedule.plan(state.kinds(order)), names=state.names(), nbytes=state.log.bytes_of(order))
-    return recomputing(replace(plan, because=because), order, recompute)
-
-
-def recomputing(plan: Plan, order: Sequence[int], policies: Mapping[int, Policy]) -> Plan:
-    """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
-    if not policies:
-        return plan
-    saves = plan.saves or (None,) * len(order)
-    found = [
-        tuple(sorted(policies[key].names | policies[key].kept)) if key in policies else policy
-        for key, policy in zip(order, saves, strict=True)
-    ]
-    return replace(plan, saves=tuple(found))
-
-
-class FollowedPlan:
-    """A plan or a schedule as it is `plan_for` any order of the groups, and how groups are recomputed.
-
-    Some of them `always` are.  `offload_others`: groups that the plan does not know are offloaded.
-    """
-
-    def __init__(
-        self,
-        state: ModelState,
-        plan: Plan | GroupSchedule,
-        always: Mapping[int, Policy],
-        *,
-        offload_others: bool = False,
-    ) -> None:
-        self.plan = plan
-        self.recompute = dict(always)
-        if isinstance(plan, Plan):
-            saves = dict(zip(plan.names, plan.saves, strict=False))
-            found = ((group.group, saves.get(group.name)) for group in state.groups)
-            self.recompute |= {k: Policy(frozenset(stays), holds=plan.holds) for k, stays in found if stays is not None}
-
-        @lru_cache(maxsize=64)  # of a model whose order changes
-        def plan_for(order: tuple[int, ...]) -> Plan:
-            if isinstance(plan, GroupSchedule):
-                return plan.plan(state.kinds(order))
-            return remap(plan, state.names(order), offload_others=offload_others)
-
-        self.plan_for = plan_for
-
-
-class Fixed(Steering):
-    """Offload and recompute by a schedule, or by a plan that was given; nothing is measured.
-
-    `because` says why by a schedule; `recompute` has the groups that are always recomputed.
-    """
-
-    def __init__(
-        self, state: ModelState, plan: Plan | GroupSchedule, recompute: Mapping[int, Policy], because: str = ""
-    ) -> None:
-        super().__init__(state)
-        self._because, self._recompute = because, recompute
-        self._followed = FollowedPlan(state, plan, recompute)
-        self._seen = 0  # passes that were followed as a whole
-        self._adopts = False  # groups are offloaded with what was saved before them
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
-        """Follow the forward, or with a plan the groups that it offloads if that is enough."""
-        followed = self._followed
-        # The first pass shows what is saved between the groups, the second one what groups save that are recomputed.
-        unseen = self._seen < (2 if followed.recompute else 1)
-        whole = isinstance(followed.plan, GroupSchedule) or unseen or alone or busy
-        whole = whole or self.state.log.records or self._adopts
-        return PassSettings(followed.plan_for, followed.recompute, scoped=not whole)
-
-    def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
-        """Learn whether a forward has to be followed as a whole."""
-        if not done.partly:
-            self._seen += 1
-            self._adopts = done.adopted > 0
-        super().pass_ends(done, sequence)
-
-    def plan(self) -> Plan:
-        """Return the plan for the order of the latest pass."""
-        given = self._followed.plan
-        if isinstance(given, Plan):
-            return remap(given, self.state.names())
-        return scheduled_plan(self.state, given, self._because, self._recompute)

@@ -23,7 +23,7 @@ from ..engine.passes import ModelPass
 from ..planner import OperatorCost, Variant
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
-from ..schedule.schedules import GroupSchedule, leanest, remap
+from ..schedule.schedules import GroupSchedule, leanest
 from ..tune.costs import gradient_bytes, kind_of, larger_operator, layer_costs, measured_link, probed_link, ways_of
 from ..tune.exchange import WINDOW, LostRankError, Ranks
 from ..tune.findings import Findings, Room
@@ -31,7 +31,7 @@ from ..tune.meter import Meter, Peak, Shown, TimedPass
 from ..tune.script import MISSED, RECOMPUTING, SCATTER, OutdatedError, Plans, Script, Stage, Steps, Trial, fits
 from .follow import ModelState
 from .replays import OperatorTimes
-from .steering import FollowedPlan, PassSettings, Steering, recomputing, scheduled_plan
+from .steering import PassSettings, Steering
 
 logger = logging.getLogger("actoffload")
 
@@ -128,7 +128,7 @@ class ModelScript(Script):
         found, meter, room = self.found, lean.meter, self._engine.host_room()
         assert meter is not None
         found.limit = None if not meter.borders else found.most()
-        found.names, found.adopts = self._state.names(lean.sequence), lean.adopted > 0
+        found.names = self._state.names(lean.sequence)
         found.in_flight, found.size, found.tokens = 1 + lean.waiting, lean.elements, lean.tokens
         found.gradients = gradient_bytes(meter, len(lean.sizes))
         # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
@@ -221,17 +221,14 @@ class Tuner(Steering):
     def __init__(
         self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: Ranks, *, always: bool
     ) -> None:
-        super().__init__(state)
+        super().__init__(state, GroupSchedule(), policies if always else {})
         self._engine = state.engine
         self._policies, self._ranks, self._budget = policies, ranks, budget
-        self._always: Mapping[int, Policy] = policies if always else {}
         self._lock = threading.Lock()
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
-        self._settled = 0  # pass since which there is a plan
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
-        self._followed: FollowedPlan | None = None  # the latest
         self._larger = 0  # passes in a row that do not fit with the plan that is kept
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._short = 0  # bytes that earlier plans counted on and did not find
@@ -250,7 +247,7 @@ class Tuner(Steering):
     # What is known
 
     @property
-    def settling(self) -> bool:
+    def settling(self) -> bool:  # type: ignore[override]
         """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
         return self.stage is not None and not self._alone and self._script.missed <= MISSED
 
@@ -258,9 +255,8 @@ class Tuner(Steering):
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.plan is None:
             because = ALONE if self._alone else MEASURING if self.settling else FORWARDS
-            return scheduled_plan(self.state, GroupSchedule(), because, self._always)
-        order = self.state.order
-        return recomputing(remap(self._chosen.plan, self.state.names()), order, self._always)
+            return self._described(GroupSchedule(), because)
+        return self._described(self._chosen.plan, "")
 
     def costs(self) -> Findings:
         """Return what was measured for the plan."""
@@ -377,7 +373,10 @@ class Tuner(Steering):
         self._timed = timed = TimedPass(engine, tensors, meter, memory=memory)
         if stage is Stage.FIRST:
             timed.operators = OperatorTimes(backend)
-        return self._planned(self._script.found) if stage is Stage.PLAN else self._leanest(timed.operators)
+        if stage is not Stage.PLAN:
+            return self._leanest(timed.operators)
+        self._follow_found(self._script.found)
+        return self._planned(whole=False)
 
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
@@ -386,30 +385,23 @@ class Tuner(Steering):
             settings if self._engine.host_room() == 0 else replace(settings, plan_for=lambda order: leanest(len(order)))
         )
 
-    def _planned(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
-        """Return how a forward with a plan is followed; `whole`: also where nothing is offloaded."""
-        plan, followed = found.plan, self._followed_plan(found)
-        assert plan is not None
-        if not (whole or plan.offloaded or followed.recompute):
-            self._engine.counters.passes += 1
-            return None
-        scoped = not (whole or found.adopts)
-        return PassSettings(followed.plan_for, followed.recompute, scoped)
+    def _follow_found(self, found: Findings) -> None:
+        """Follow forwards by a plan that is tried or kept."""
+        assert found.plan is not None
+        if self._plan is not found.plan:
+            # Blocks may be skipped at random: the measured pass may not have had some that come later.
+            full = found.limit is not None and found.bare.at(found.size) > found.limit
+            self._follow(found.plan, offload_others=full)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
         found = self._script.found if trying else self._chosen
-        return self._leanest() if found is None else self._planned(found, whole=True)
-
-    def _followed_plan(self, found: Findings) -> FollowedPlan:
-        assert found.plan is not None
-        if self._followed is None or self._followed.plan is not found.plan:
-            # Blocks may be skipped at random: the measured pass may not have had some that come later.
-            full = found.limit is not None and found.bare.at(found.size) > found.limit
-            self._followed = FollowedPlan(self.state, found.plan, self._always, offload_others=full)
-        return self._followed
+        if found is None:
+            return self._leanest()
+        self._follow_found(found)
+        return self._planned(whole=True)
 
     # The plan
 
@@ -417,8 +409,9 @@ class Tuner(Steering):
         """Keep a plan from now on."""
         chosen = self._chosen = self._script.found
         chosen.plan = plan
-        self.stage = None
-        self._settled, self._larger = self._number, 0
+        self.stage, self._larger = None, 0
+        # The pass before may have tried another plan, and the report is about the latest one with all groups.
+        self._unseen = 1  # [guard: report of the plan that is kept]
         needed = plan.offloaded_bytes * chosen.in_flight
         if not needed or needed < self._script.pinned:
             self._engine.fit(needed)
@@ -450,11 +443,9 @@ class Tuner(Steering):
         assert chosen is not None
         fits = chosen.fits(elements, in_use)
         self._larger = 0 if fits else self._larger + 1
+        self._follow_found(chosen)
         if fits:
-            # The pass before may have tried another plan, and the report is about the latest one with all groups.
-            first = self._number == self._settled  # [guard: report of the plan that is kept -> False]
-            return self._planned(chosen, whole=first)
+            return self._planned(whole=False)
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
-        if self._ranks.copies.alone:
-            return self._leanest()
-        return replace(self._leanest(), recompute=self._followed_plan(chosen).recompute)
+        leanest = self._leanest()
+        return leanest if self._ranks.copies.alone else replace(leanest, recompute=self._settings.recompute)

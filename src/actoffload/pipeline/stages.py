@@ -20,7 +20,7 @@ from ..model.steering import PassSettings, Steering
 from ..replay.policy import Policy
 from ..schedule.orders import Event, When
 from ..schedule.plan import Action, Do, Plan
-from ..schedule.schedules import leanest, leanest_calls
+from ..schedule.schedules import GroupSchedule, leanest, leanest_calls
 from ..tune.meter import saved_in, shared_bytes
 from .conductor import Conductor
 
@@ -71,21 +71,21 @@ class RankStage(Steering):
             modules = find_modules(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
-        super().__init__(ModelState(modules, conductor.engine))
         self.entries = names.entries
-        self._policies = {} if policy is None else dict.fromkeys(range(len(self.state.groups)), policy)
+        state = ModelState(modules, conductor.engine)
+        policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
+        super().__init__(state, GroupSchedule(), policies)
         self.saved: tuple[Group, ...] = ()  # in forwards that were followed whole, at most
         self._groups_of_saved: tuple[int, ...] = ()  # which they are
         self.replayed: frozenset[int] = frozenset()  # groups, in such a forward
         self._ran: frozenset[int] = frozenset()  # groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
-        self.adopts = False  # groups are offloaded with what was saved before them
         self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
     def recompute(self, policies: Mapping[str, Policy]) -> None:
         """Recompute other groups from the next forward on, by their names, also those that were skipped."""
-        self._policies = {each.group: policies[each.name] for each in self.state.groups if each.name in policies}
+        self._always = {each.group: policies[each.name] for each in self.state.groups if each.name in policies}
         self.saved = ()
 
     @property
@@ -129,23 +129,22 @@ class RankStage(Steering):
         if microbatch is None and (alone or not conductor.training):
             return None
         if microbatch is None:  # the metadata inference of the schedule
-            return PassSettings(lambda order: leanest(len(order)), self._policies)
+            return PassSettings(lambda order: leanest(len(order)), self._always)
         offloaded, scoped = None, False
         if microbatch.planned:
             offloaded = conductor.offloaded(microbatch.stage, microbatch.number)
-            if conductor.scoped and not self.adopts and not self.state.log.records:
+            if conductor.scoped and not self._adopts and not self.state.log.records:
                 every = self._ran.issubset(self.state.order)  # otherwise those that were skipped may run again
-                if every and conductor.idle and not self._policies:
+                if every and conductor.idle and not self._always:
                     return None
                 scoped = True
         begun = partial(conductor.pass_begins, microbatch)
         plan_for = lambda order: _forward_plan(len(order), offloaded)  # noqa: E731
-        return PassSettings(plan_for, self._policies, scoped, self.operators, begun)
+        return PassSettings(plan_for, self._always, scoped, self.operators, begun)
 
     def pass_ends(self, done: ModelPass, sequence: Sequence[int]) -> None:
         """Learn the order of the groups, and what they save."""
         super().pass_ends(done, sequence)
-        self.adopts |= done.adopted > 0
         if done.model is None:  # the metadata inference, whose inputs nothing else references
             return
         saved = saved_in(done.layers)

@@ -102,7 +102,6 @@ class Findings:
     """What the first passes have shown so far, and the plan that follows from it."""
 
     plan: Plan | None = None  # that is tried, and in the end kept
-    adopts: bool = False  # groups are offloaded with what was saved before them
     budget: int | None = None  # bytes of device memory that the program allows
     limit: int | None = None  # bytes of device memory that a pass may take
     short: int = 0  # bytes that earlier plans counted on and did not find
