@@ -56,7 +56,7 @@ EXAMPLES = [
         Plan.of_rank(1, (Step(0, Computation.FORWARD, 0),), {0: ("a", "b")}),
         {0: StageCost((COST, COST), 1, 2, 3, 6, split=True)},
         LINK,
-        again={0: [(VARIANT,), (VARIANT, VARIANT)]},
+        ways={0: [(VARIANT,), (VARIANT, VARIANT)]},
     ),
     Shown(0.1 + 0.2, 7, refused=True),
 ]

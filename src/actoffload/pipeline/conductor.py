@@ -12,6 +12,7 @@ saved tensors again, in several calls of autograd, and frees them.  What was rel
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .._torch.tensors import address, leaves
 from ..engine import eligibility
 from ..engine.engine import Engine
 from ..engine.passes import ModelPass
-from ..schedule.orders import Computation, Event, Step, When
+from ..schedule.orders import Computation, Event, Order, Step, When
 from ..schedule.plan import Action, Do, Plan
 from ..tune.costs import StageFacts
 
@@ -50,7 +51,8 @@ class Conductor:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.learned = StageFacts()
+        self.facts = defaultdict[int, StageFacts](StageFacts)  # by stage
+        self.order: Order = ()  # of the latest whole step
         self.plan: Plan | None = None
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `steering` [Note: modes]
@@ -79,8 +81,8 @@ class Conductor:
         self._clear()
         if failed or not training or not ran:
             return False
-        before = self.learned.order if self.plan is None else self.plan.order
-        self.learned.order = ran
+        before = self.order if self.plan is None else self.plan.order
+        self.order = ran
         return ran != before
 
     def _clear(self) -> None:
@@ -130,7 +132,7 @@ class Conductor:
                 if owner is not None and not self.scoped:  # otherwise some tensors are saved unseen
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
-                self.learned.split[step.stage] = microbatch.split
+                self.facts[step.stage].split = microbatch.split
             else:
                 for layer in () if owner is None else owner.layers:  # what the program keeps with its graph
                     layer.retained = False
@@ -146,8 +148,8 @@ class Conductor:
         storages = (tensor.untyped_storage() for tensor in leaves(outputs))
         found = {address(storage): storage.nbytes() for storage in storages}
         kept = sum(nbytes for key, nbytes in found.items() if owner.registry.at(key) is None)
-        self.learned.returns[step.stage] = bool(getattr(stage, "output_chunks", ()))
-        self.learned.boundary[step.stage] = max(kept, self.learned.boundary.get(step.stage, 0))
+        facts = self.facts[step.stage]
+        facts.returns, facts.boundary = bool(getattr(stage, "output_chunks", ())), max(kept, facts.boundary)
 
     # Passes
 

@@ -11,20 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
-from .._text import register, size
+from .._text import register
 from .._warnings import warn
 from ..device.base import Backend, usable
-from ..model.replays import OperatorTimes
 from ..planner import Variant, plan_pipeline
 from ..replay.policy import Policy
 from ..schedule.costs import LayerCost, Link, Saved, StageCost
 from ..schedule.plan import Plan
-from ..tune.costs import measured_link, probed_link, stage_cost, ways_of
+from ..tune.costs import measured_link, probed_link
 from ..tune.exchange import Ranks
 from ..tune.meter import StepMeter, TimedPass
 from ..tune.script import Plans, Script, Stage, Trial, fits
 from .conductor import Conductor
-from .stages import RankStage, has_grown
+from .stages import RankStage
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class RankCosts:
     link: Link
     limit: int | None = None  # bytes of device memory
     # By stage and group: the ways to run it, the first of them without replay; none if not measured.
-    again: Mapping[int, Sequence[tuple[Variant, ...]]] = field(default_factory=dict)
+    ways: Mapping[int, Sequence[tuple[Variant, ...]]] = field(default_factory=dict)
 
 
 register(RankCosts, StageCost, LayerCost, Saved, Link, Variant)
@@ -80,7 +79,7 @@ def plans_of(measured: Sequence[RankCosts], limits: Limits, *, whole: bool = Fal
     With `whole`, every group is replayed as a whole, and offloaded only where a rank would exceed its memory; there are
     none if no group has another way.
     """
-    variants = {stage: ways for each in measured for stage, ways in each.again.items()}
+    variants = {stage: ways for each in measured for stage, ways in each.ways.items()}
     if whole and not any(len(group) > 1 for groups in variants.values() for group in groups):
         return ()
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
@@ -107,17 +106,6 @@ def exceed(plans: Plans, measured: Sequence[RankCosts]) -> bool:
     return any(each.limit is not None and (plan.peak_bytes or 0) > each.limit for plan, each in pairs)
 
 
-def decision(plans: Plans) -> str:
-    """Return what was decided for each rank, in a line for each and one for all."""
-    lines = ["The plans of all ranks of the pipeline:"]
-    for plan in plans:
-        line = f"  rank {plan.rank}: {len(plan.offloaded)} of {sum(plan.forwards)} groups of all microbatches"
-        line += f" are offloaded ({size(plan.offloaded_bytes)})"
-        expected = f" Expected: {plan.expected}." if plan.expected else ""
-        lines.append(f"{line}.{expected} {plan.because}".rstrip())
-    return "\n".join(lines)
-
-
 # The first steps
 
 
@@ -137,23 +125,15 @@ class FirstSteps(Script):
         self._backend: Backend = conductor.engine.backend
         self.times = self._backend.times
         self._lean: StepMeter | None = None  # of the latest step that was measured by group
-        self._gradients: dict[int, tuple[int, ...]] = {}  # by stage: bytes that the first backward allocates, by group
-        self._operators = {each.index: OperatorTimes(self._backend) for each in stages}
         self.peak = 0  # bytes of saved tensors in the latest step in which all groups were followed
-        self._ways: dict[int, dict[str, tuple[Variant, ...]]] = {}  # to run groups, by stage and name
 
     def counts(self, timed: TimedPass) -> bool:
         """Return whether a whole step was seen."""
-        return bool(self.plans) or (bool(self.conductor.learned.order) and all(stage.known for stage in self.stages))
+        return bool(self.plans) or (bool(self.conductor.order) and all(stage.known for stage in self.stages))
 
     def traced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of all groups are known that are replayed, or what compiled ones save."""
-        return not self._limits.may_recompute or all(
-            group.group in self._operators[stage.index].groups
-            for stage in self.stages
-            for group in stage.groups
-            if group.group in stage.replayed
-        )
+        return not self._limits.may_recompute or all(stage.traced for stage in self.stages)
 
     def planned(self, traced: Sequence[TimedPass], lean: TimedPass) -> Plans:
         """Exchange what the steps have shown, and return the plans that follow."""
@@ -189,16 +169,15 @@ class FirstSteps(Script):
 
     def begin(self, stage: Stage) -> None:
         """Begin one of the first steps."""
-        for each in self.stages:
-            traces = stage is Stage.FIRST and self._limits.may_recompute
-            # A step in which operators are timed takes longer.
-            each.operators = self._operators[each.index] if traces else None
         engine, meter = self.conductor.engine, None
+        for each in self.stages:  # a step in which operators are timed takes longer
+            each.timing = stage is Stage.FIRST and self._limits.may_recompute
         if stage is Stage.LEAN:
             engine.reset_statistics()
-            self._lean, self._gradients = None, {each.index: each.gradients for each in self.stages}
-            costs = {each.index: self._cost(each) for each in self.stages}
-            self._lean = meter = StepMeter(self._backend, engine.counters, costs)
+            self._lean = None
+            for each in self.stages:
+                each.note_gradients()
+            self._lean = meter = StepMeter(self._backend, engine.counters, self._costs())
             self.conductor.watching = meter.note
         self.timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 
@@ -238,52 +217,30 @@ class FirstSteps(Script):
         Later, with the `plan` that is followed, groups save what their ways saved when these were measured.  Where one
         saves more than in the plan, all groups of its stage do: what replayed ones save otherwise is not seen.
         """
-        learned, link = self.conductor.learned, self._link()
-        if not learned.order or link is None or not all(stage.known for stage in self.stages):
+        order, link = self.conductor.order, self._link()
+        if not order or link is None or not all(stage.known for stage in self.stages):
             return None
-        names = {stage.index: stage.names for stage in self.stages}
-        costs = {stage.index: self._cost(stage) for stage in self.stages}
-        if plan is None and self._limits.may_recompute:
-            self._ways = {stage.index: self._ways_of(stage, costs[stage.index]) for stage in self.stages}
+        costs, ways = self._costs(), dict[int, list[tuple[Variant, ...]]]()
         splits = [stage for stage, cost in costs.items() if cost.split]
-        rank = Plan.of_rank(self.rank, learned.order, names, splits)
-        if not all(known.keys() >= set(names[stage]) for stage, known in self._ways.items()):
-            return RankCosts(rank, costs, link, self._limit(costs))
-        if plan is not None:
-            self._grow(plan)
-        ways = {stage: [known[name] for name in names[stage]] for stage, known in self._ways.items()}
-        for stage, groups in ways.items():
-            costs[stage] = replace(costs[stage], groups=tuple(group[0].cost for group in groups))
+        rank = Plan.of_rank(self.rank, order, {stage.index: stage.names for stage in self.stages}, splits)
+        if plan is None and self._limits.may_recompute:
+            for stage in self.stages:
+                stage.find_ways(costs[stage.index])
+        if self._limits.may_recompute and all(stage.ways.keys() >= {*stage.names} for stage in self.stages):
+            for stage in self.stages:
+                if plan is not None:
+                    stage.grow(plan)
+                ways[stage.index] = groups = [stage.ways[name] for name in stage.names]
+                costs[stage.index] = replace(costs[stage.index], groups=tuple(group[0].cost for group in groups))
         return RankCosts(rank, costs, link, self._limit(costs), ways)
 
-    def _cost(self, stage: RankStage) -> StageCost:
-        """Return what a stage costs as its groups run now."""
-        lean = self._lean
-        gradients = self._gradients.get(stage.index, ())
-        other = lean.other_bytes if lean is not None and stage is self.stages[0] else 0
-        return stage_cost(stage.index, stage.saved, self.conductor.learned, stage.outside, other, gradients, lean)
-
-    def _ways_of(self, stage: RankStage, cost: StageCost) -> dict[str, tuple[Variant, ...]]:
-        """Return the ways to run each group of a stage, by name, the first of them without replay.
-
-        Backward comes to a replayed group with all that it saves, from which it replays.
-        """
-        operators, groups = self._operators[stage.index], [group.group for group in stage.groups]
-        found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, self._backend.batch)
-        every = [(own, *map(_needed_at_once, others)) for own, *others in found]
-        return dict(zip(stage.names, every, strict=True))
-
-    def _grow(self, plan: Plan) -> None:
-        """Let the groups of each stage save as much more as one of them does than in a plan."""
+    def _costs(self) -> dict[int, StageCost]:
+        """Return what each stage costs as its groups run now."""
+        order, lean, found = self.conductor.order, self._lean, dict[int, StageCost]()
         for stage in self.stages:
-            index, part = stage.index, plan.part(stage.index)
-            if index not in self._ways or plan.names[part] != stage.names:
-                continue
-            sizes = zip(stage.sizes, plan.nbytes[part], strict=True)
-            factor = max([1.0, *(now / planned for now, planned in sizes if planned)])
-            grown = partial(LayerCost.with_bytes, factor=factor)
-            ways = self._ways[index].items()
-            self._ways[index] = {name: tuple(way.map(grown) for way in group) for name, group in ways}
+            other = lean.other_bytes if lean is not None and not found else 0
+            found[stage.index] = stage.cost(order, other, lean)
+        return found
 
     def _link(self) -> Link | None:
         """Return the rates of copies, as they were with all ranks copying."""
@@ -297,16 +254,7 @@ class FirstSteps(Script):
     def _outdated(self, plan: Plan) -> bool:
         """Return whether there are other groups than when a plan was made, or larger tensors."""
         mine = next(each for each in self.known if each.plan.rank == self.rank)
-        for stage in self.stages:
-            part = plan.part(stage.index)
-            # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
-            known = (pair for pair in zip(stage.sizes, plan.nbytes[part], strict=False) if pair[1] or not self._ways)
-            if plan.names[part] != stage.names or any(has_grown(*pair) for pair in known):
-                return True
-            kept, cost = self.conductor.learned.boundary.get(stage.index, 0), mine.costs[stage.index]
-            if has_grown(kept + stage.outside, cost.boundary_bytes + cost.output_bytes):
-                return True
-        return False
+        return any(stage.outgrows(plan, mine.costs[stage.index]) for stage in self.stages)
 
     def _plan_anew(self, before: Plan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
@@ -326,8 +274,3 @@ class FirstSteps(Script):
             self.follow(plans_of(known, self._limits))
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")
-
-
-def _needed_at_once(way: Variant) -> Variant:
-    saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
-    return replace(way, cost=replace(way.cost, saved=saved))

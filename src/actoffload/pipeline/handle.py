@@ -19,7 +19,7 @@ from ..schedule.orders import Computation, Step, read_order
 from ..schedule.plan import Plan
 from ..tune.exchange import LostRankError, Settings, disagreement_of
 from ..tune.script import Plans, Steps
-from .first_steps import FirstSteps, decision
+from .first_steps import FirstSteps
 from .follow import actions_of, follow, handle_of, is_schedule, unfollow
 
 logger = logging.getLogger("actoffload")
@@ -133,7 +133,7 @@ class PipelineHandle(Handle):
         if plan is not None and self._engine.backend.times:
             self._engine.fit(plan.host_bytes)
         if self._first.rank == 0:
-            logger.info("%s", decision(plans))
+            logger.info("The plans of all ranks of the pipeline:\n\n%s", "\n\n".join(map(str, plans)))
 
     # What was chosen
 
@@ -155,7 +155,7 @@ class PipelineHandle(Handle):
     def order(self) -> tuple[Step, ...]:
         """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
         schedule = self._followed[-1]()
-        return self._conductor.learned.order or read_order(actions_of(schedule, self._first.rank))
+        return self._conductor.order or read_order(actions_of(schedule, self._first.rank))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -182,10 +182,10 @@ class PipelineHandle(Handle):
         On an accelerator the statistics begin anew with each of the first steps, which are measured one by one.
         Raises a `RuntimeError` if no step has ended.
         """
-        learned, plan, counts = self._conductor.learned, self.plan, counted(self.statistics())
-        if not learned.order:
+        order, plan, counts = self._conductor.order, self.plan, counted(self.statistics())
+        if not order:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
-        forwards = Counter(step.stage for step in learned.order if step.computation is Computation.FORWARD)
+        forwards = Counter(step.stage for step in order if step.computation is Computation.FORWARD)
         numbers, recomputed = (Counter[int](), ()) if plan is None else (Counter(plan.offloaded), plan.recomputed)
         groups = []
         for stage in self._first.stages:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median, median_low
 from typing import Any
@@ -18,7 +18,7 @@ from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
 from ..schedule.costs import LayerCost, Link, Saved, StageCost, spread_evenly
-from ..schedule.orders import Computation, Step
+from ..schedule.orders import Computation, Order, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, WHOLE, Copy, Meter, Span, StepMeter, Times, spans
 from .meter import kind_of as kind_of_computation
@@ -254,39 +254,37 @@ def larger_operator(operator: OperatorCost, factor: float) -> OperatorCost:
 
 @dataclass(eq=False)
 class StageFacts:
-    """What the steps so far showed of the stages of a rank."""
+    """What the steps so far showed of a stage."""
 
-    order: tuple[Step, ...] = ()  # of the latest whole step
-    split: dict[int, bool] = field(default_factory=dict)  # by stage
-    boundary: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output that are not saved
-    returns: dict[int, bool] = field(default_factory=dict)  # by stage: whether its outputs are kept until the step ends
+    split: bool = False  # the backward of its inputs used what it saved
+    boundary: int = 0  # bytes of its output that are not saved
+    returns: bool = False  # its outputs are kept until the step ends
 
 
 def stage_cost(
     stage: int,
-    saved: Sequence[Sequence[tuple[int, int]]],
-    learned: StageFacts,
+    sizes: Sequence[Sequence[int]],
+    facts: StageFacts,
+    order: Order,
     outside: int = 0,
     other_bytes: int = 0,
     gradients: Sequence[int] = (),
     meter: StepMeter | None = None,
 ) -> StageCost:
-    """Return the cost of a stage, of which each group saves storages, given by place and bytes.
+    """Return the cost of a stage in a step, of which each group saves storages of some sizes.
 
     A microbatch saves bytes `outside` of the groups, and `other_bytes` are always on the device.  `gradients` are the
     bytes that each group allocates for them.  Without the `meter` of a step all groups take the same time.
     """
     # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
-    late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
-    split = learned.split.get(stage, False) or (stage > 0 and stage in late)
+    late = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT}
+    split = facts.split or (stage > 0 and stage in late)
     temporaries = {} if meter is None else meter.temporaries(stage)
-    groups, known = [], len(gradients) == len(saved)
-    for k, (forward, backward, weights) in enumerate(_group_times(stage, len(saved), meter, split=split)):
-        even = spread_evenly([nbytes for _, nbytes in saved[k]])
-        cost = _cost(forward, backward, even, temporaries.get(k, [0] * 4))
+    groups, known = [], len(gradients) == len(sizes)
+    for k, (forward, backward, weights) in enumerate(_group_times(stage, len(sizes), meter, split=split)):
+        cost = _cost(forward, backward, spread_evenly(sizes[k]), temporaries.get(k, [0] * 4))
         groups.append(replace(cost, weight_backward=weights, gradient_bytes=gradients[k] if known else 0))
-    nbytes = learned.boundary.get(stage, 0)
-    boundary, output = (0, nbytes) if learned.returns.get(stage, False) else (nbytes, 0)
+    boundary, output = (0, facts.boundary) if facts.returns else (facts.boundary, 0)
     return StageCost(
         tuple(groups),
         boundary + outside,

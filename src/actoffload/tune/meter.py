@@ -263,16 +263,9 @@ def _on_device(owner: Pass) -> int:
     )
 
 
-def saved_in(layers: Sequence[Layer]) -> list[tuple[tuple[int, int], ...]]:
-    """Return for each layer the place and the bytes of each storage that counts in it."""
-    return [
-        tuple(
-            (place, storage.nbytes)
-            for place, ref in enumerate(layer.storages)
-            if (storage := ref()) is not None and _counts_in(storage, layer)
-        )
-        for layer in layers
-    ]
+def saved_sizes(layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+    """Return for each layer the bytes of each storage that counts in it."""
+    return [tuple(each.nbytes for each in layer.living() if _counts_in(each, layer)) for layer in layers]
 
 
 def shared_bytes(layers: Sequence[Layer]) -> int:
@@ -442,7 +435,7 @@ class TimedPass:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
         self.graphless = frozenset(k for k, layer in zip(sequence, done.layers, strict=False) if layer.no_graph)
-        self.sizes = [tuple(nbytes for _, nbytes in group) for group in saved_in(done.layers)]
+        self.sizes = saved_sizes(done.layers)
         self.shared = shared_bytes(done.layers)
 
     def shown(self, peak: int, *, ran: bool = True) -> Shown:
