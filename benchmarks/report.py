@@ -243,16 +243,13 @@ def headline(results: Sequence[Row]) -> str:
 
 
 def _trains(jobs: dict[str, list[Row]]) -> str:
-    said = []
-    for name, memory, title in (("context", "", "Llama 8B LoRA"), ("context-qlora", "24", "QLoRA on 24 GB")):
-        longest = searched(row for row in jobs.get(name, []) if row["memory_gb"] == memory)
-        if "offload" in longest:
-            most = [f"{longest['offload'] // 1024}k tokens"]
-            for arm in ("none", "checkpoint", "checkpoint_offload"):
-                if arm in longest:
-                    most.append(f"{longest[arm] // 1024}k with {ARMS[arm].replace(',', ' and')}")
-            said.append(f"{title}: {', '.join(most)}.")
-    return f"**Trains what does not fit.** {' '.join(said)}" * bool(said)
+    longest = searched(row for row in jobs.get("context", []) if not row["memory_gb"])
+    if "offload" not in longest:
+        return ""
+    tokens = {arm: f"{number // 1024}k" for arm, number in longest.items()}
+    said = f"**Trains what does not fit.** Llama 8B LoRA: {tokens['offload']} tokens"
+    others = {"none": "with no offload", "checkpoint": "with checkpointing", "checkpoint_offload": "if it offloads inputs"}
+    return f"{', '.join([said, *(f'{tokens[arm]} {how}' for arm, how in others.items() if arm in tokens)])}."
 
 
 def _faster(jobs: dict[str, list[Row]]) -> str:
