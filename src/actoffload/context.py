@@ -223,13 +223,8 @@ class OffloadContext(Offloading, ContextDecorator):
             raise RuntimeError(
                 "There is nothing to report yet: no backward has begun in this context. Run a training step first."
             )
-        return build(
-            latest,
-            self.statistics(),
-            self._log.recording,
-            because=UNPLANNED if self.plan.manual else "",
-            context=True,
-        )
+        because = UNPLANNED if self.plan.manual else ""
+        return build(latest, self.statistics(), self._log.recording, because=because)
 
     def close(self) -> None:
         """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.

@@ -66,7 +66,7 @@ def test_a_recorded_step_has_times_and_holders(layers):
     layers[1].register_forward_hook(lambda module, args, output: setattr(module, "cache", args))
     step(layers, context, sync)
     assert [held.holders for held in context.report().held] == [None]
-    assert "record a step with context.record_timeline()" in " ".join(context.report().advice)
+    assert "context.record_timeline() to find it" in " ".join(context.report().advice)
     with context.record_timeline():
         step(layers, context, sync)
     (held,) = context.report().held

@@ -158,8 +158,7 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
         return str(report(**more)).split("\n")[0]
 
     counted = "Saves 2.00 GiB of 3.30 GiB of activations."
-    assert first() == f"{counted} For what it costs in time, record a step with handle.recording()."
-    assert first(times=False) == counted
+    assert first() == counted
     peaks = {"peak_bytes": 3 * 2**30, "baseline_peak_bytes": 5 * 2**30}
     seconds = {"seconds": 0.11, "baseline_seconds": 0.1}
     assert first(**peaks, **seconds) == (
@@ -167,8 +166,6 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
         "A pass takes 110.00 ms instead of about 100.00 ms (+10.0 %)."
     )
     assert first(**peaks, **seconds, times=False) == counted, "they are of another device"
-    groups = (block(0, stall_seconds=0.01), block(5))
-    assert first(groups=groups, step_seconds=0.1).endswith("Compute stalled for 10.0 % of the step.")
     replayed = {"groups": (recomputed(0, 448 * MIB), block(5)), "outside": None, "dropped_bytes": 0}
     assert first(**replayed, peak_resident_bytes=512 * MIB).startswith("Saves 448.0 MiB of 962.0 MiB of activations.")
     assert first(**replayed, peak_resident_bytes=900 * MIB).startswith("Saves 60.0 MiB of 962.0 MiB")

@@ -127,15 +127,6 @@ def storage_address(obj: Any) -> int:
         return 0
 
 
-def gradient_of(tensor: Any) -> Any:
-    """Return the gradient of a leaf; None if it has none."""
-    try:
-        leaf = tensor_base.requires_grad.__get__(tensor) and tensor_base.is_leaf.__get__(tensor)
-        return tensor_base.grad.__get__(tensor) if leaf else None
-    except Exception:  # half-built subclasses
-        return None
-
-
 DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode")
 """Base class of contexts that see every operation; None where PyTorch has none."""
 

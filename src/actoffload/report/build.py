@@ -25,7 +25,7 @@ from ..schedule.plan import OUTSIDE
 from ..schedule.timeline import Kind, Timeline
 from .holders import HeldStorage, Holder, find_all_holders, merge_held
 from .plots import COMPUTE, without_stalls
-from .report import WEIGHTS, GroupReport, Report, add_amounts, sum_groups
+from .report import GroupReport, Report, add_amounts, sum_groups
 
 # What a pass did
 
@@ -49,7 +49,6 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     if done.plan.manual:
         stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
     groups, held, memories = list[GroupReport](), list[HeldStorage](), list[tuple[int, StorageRef]]()
-    inputs = done.inputs if isinstance(done, ModelPass) else ()
     for layer, (name, kind) in zip(done.layers, labels, strict=True):
         offloaded, numbers = layer.index not in stay, Counter[str]()
         kept: list[Mapping[Reason, Sequence[int]]] = [layer.kept]
@@ -70,7 +69,7 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
             memory = done.registry.held_elsewhere(storage)
             if memory is not None:
                 memories.append((address(memory), StorageRef(memory)))
-                held.append(HeldStorage(name, storage.nbytes, is_input=address(memory) in inputs))
+                held.append(HeldStorage(name, storage.nbytes))
                 numbers["bytes_not_freed"] += storage.nbytes
                 freed -= storage.nbytes
         if layer.recomputed is not None:
@@ -165,18 +164,19 @@ class Recording:
     modules: Callable[[], Mapping[Module, str]]  # of a model, with their names
     passes: int = 0
     names: tuple[str, ...] = ()  # of the groups as they run
-    held: tuple[HeldStorage, ...] = ()
-    holders: Sequence[tuple[Holder, ...]] = ()  # of each of them
+    held: tuple[HeldStorage, ...] = ()  # with what else references them
 
     def note(self, latest: PassStatistics) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
-        self.names = latest.names
-        self.held, addresses = latest.report.held, [address for address, _ in latest.held]
+        self.names, self.held = latest.names, latest.report.held
         if self.held:  # in few steps: the search takes a tenth of a second or more
+            addresses = [address for address, _ in latest.held]
             with self.recorder.apart():
                 found = find_all_holders(addresses, self.modules())
-            self.holders = [found[address] for address in addresses]
+            self.held = tuple(
+                replace(each, holders=found[address]) for each, address in zip(self.held, addresses, strict=True)
+            )
 
 
 class Offloading:
@@ -202,9 +202,6 @@ class Offloading:
 
 # The report
 
-INPUT = Holder("input", "", "the model")
-CALLERS = {"input", "local variable"}  # the kinds of holders of an input that the caller refers to, and nothing else
-
 
 def build(
     latest: PassStatistics,
@@ -226,13 +223,14 @@ def build(
         ends = step.end, *(at for at, _ in step.resident[-1:]), 0.0
         more |= {"step_seconds": max(ends), "step_passes": recording.passes}
         more["times"] = more.get("times", True) and step.source != "reference device"
+    if recording is not None and recording.held == latest.report.held:
+        more["held"] = recording.held
     rows = []
     for layer, row, times in zip(latest.layers, latest.report.groups, seconds, strict=False):
         known: dict[str, Any] = {"reloaded_ahead": layer.ahead, "reloaded_on_demand": layer.on_demand, **times}
         rows.append(replace(row, bytes_reloaded=layer.bytes_reloaded, **known))
     groups = [sum_groups(calls, calls[0].name) for calls in fold(rows, lambda row: row.name)]
-    held = tuple(_named(latest.report.held, recording))
-    report = replace(latest.report, groups=(*groups, *absent), held=held, **counted(statistics), **more)
+    report = replace(latest.report, groups=(*groups, *absent), **counted(statistics), **more)
     return replace(report, advice=advise(report))
 
 
@@ -252,16 +250,6 @@ def seconds_by_layer(timeline: Timeline, layers: int) -> list[dict[str, float]]:
     return sums
 
 
-def _named(held: Sequence[HeldStorage], recording: Recording | None) -> Iterator[HeldStorage]:
-    """Yield storages with what else references them, where that was searched for, or is the caller with an input."""
-    searched = recording is not None and recording.held == held
-    for k, each in enumerate(held):
-        known = recording.holders[k] if recording is not None and searched else ()
-        is_input = each.is_input and {holder.kind for holder in known} <= CALLERS
-        named = known or (INPUT,) if is_input else known
-        yield replace(each, holders=named if searched or is_input else None, is_input=is_input)
-
-
 # Advice
 
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
@@ -269,15 +257,17 @@ SLOW = 0.01  # of a pass: estimates are no better
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 
-# Always kept, or as the program asks, or on another device, where they take no memory of this one.
-IN_ORDER = WEIGHTS | {Reason.KEPT, Reason.DEVICE, Reason.SHARED}
-
+# What to do about tensors that are kept, by reason; nothing about the other reasons.
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
     Reason.LEAF: "the program refers to them too, so a copy would free nothing; pass them without requires_grad if "
     "their gradients are not needed",
     Reason.SUBCLASS: "pass plain tensors to the model, as x.as_subclass(torch.Tensor), or define "
     "__tensor_flatten__ and __tensor_unflatten__, or prepare_for_saving, in their class",
+    Reason.SMALL: "they have {mean} on average; with offload(model, min_bytes={half}) most of these bytes can be "
+    "offloaded",
+    Reason.HOST_FULL: "free host memory, or raise max_host_bytes, if it is set, to at least {enough} ({enough_size})",
+    Reason.OUTSIDE: "choose the modules that save them, or ones around them, with layers",
 }
 
 # By the name of an output, in Hugging Face's models, how to return less.
@@ -300,7 +290,7 @@ def advise(report: Report) -> tuple[str, ...]:
     if not any(group.calls for group in report.groups) or not report.activation_bytes:
         called = "groups are modules whose forward is called, and of which a parameter or an input requires a gradient"
         return (f"No group has run with a graph since the statistics began: {called}.",)
-    found = [*_offloading(report), *_kept(report), *_outside(report), *_not_freed(report)]
+    found = [*_offloading(report), *_kept(report), *_not_freed(report)]
     ordered = sorted(found, key=lambda advice: (-advice[0], advice[1]))
     return tuple(sentence for _, sentence in ordered) or ("Nothing to change.",)
 
@@ -328,63 +318,39 @@ def _offloading(report: Report) -> Iterator[Advice]:
         yield totals.bytes_offloaded, f"Compute stalled for {percent(stalled)} of the step, {longest}: {do}."
 
 
-# What is kept
-
-
 def _kept(report: Report) -> Iterator[Advice]:
-    """Advise on what the groups that are offloaded keep."""
-    groups = [group for group in report.groups if group.offloaded]
-    least = max(LARGE * sum(group.activation_bytes for group in groups), WORTH * report.activation_bytes)
-    for reason, (count, nbytes) in add_amounts(group.kept for group in groups).items():
-        if reason not in IN_ORDER and (nbytes >= least or reason is Reason.HOST_FULL):
-            do = DOING.get(reason, "")
-            if reason is Reason.SMALL and not report.context:
-                mean = max(nbytes // max(count, 1), 1)
-                # Smaller ones than half the mean have less than half the bytes.
-                lower = 1 << max(mean.bit_length() - 2, 0)
-                do = f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
-            elif reason is Reason.HOST_FULL:
-                # More than the limit in any case, which did not allow these steps beside what is allocated.
-                enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
-                do = f"free host memory, or raise max_host_bytes, if it is set, to at least {enough} ({size(enough)})"
-            if do:
-                yield nbytes, f"{_amount(report, count, nbytes, reason)}: {do}."
-
-
-def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
-    what = f"{percent(nbytes / report.activation_bytes)} of the activations ({size(nbytes)} in {count} tensors)"
-    return f'{what} were kept for the reason "{reason.value}"'
-
-
-def _outside(report: Report) -> Iterator[Advice]:
-    """Advise on what no group saves."""
-    count, nbytes = (report.outside or {}).get(Reason.OUTSIDE, (0, 0))
-    if nbytes >= LARGE * report.activation_bytes:
-        do = "choose the modules that save them, or ones around them, with layers"
-        yield nbytes, f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: {do}."
-
-
-# What is not freed
+    """Advise on what the groups that are offloaded keep, and on what no group saves."""
+    groups, whole = [group for group in report.groups if group.offloaded], report.activation_bytes
+    least = max(LARGE * sum(group.activation_bytes for group in groups), WORTH * whole)
+    kept, outside = add_amounts(group.kept for group in groups), (report.outside or {}).get(Reason.OUTSIDE, (0, 0))
+    if outside[1] >= LARGE * whole:
+        kept[Reason.OUTSIDE] = outside
+    for reason, (count, nbytes) in kept.items():
+        if reason in DOING and (nbytes >= least or reason in (Reason.HOST_FULL, Reason.OUTSIDE)):
+            mean = max(nbytes // max(count, 1), 2)
+            # More than the limit in any case, which did not allow these steps beside what is allocated.
+            enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
+            do = DOING[reason].format(mean=size(mean), half=mean // 2, enough=enough, enough_size=size(enough))
+            share = f"{percent(nbytes / whole)} of the activations ({size(nbytes)} in {count} tensors)"
+            yield nbytes, f'{share} were kept for the reason "{reason.value}": {do}.'
 
 
 def _not_freed(report: Report) -> Iterator[Advice]:
     offloaded = Counter[str]()
     for group in report.groups:
         offloaded[group.name] += group.bytes_offloaded
-    # Inputs are the caller's affair, unless they are large.
-    for is_input, least in ((True, LARGE * report.activation_bytes), (False, TOLERANCE * offloaded.total())):
-        for names, nbytes, holders in merge_held([held for held in report.held if held.is_input is is_input]):
-            if nbytes > least:
-                whole = sum(offloaded[name] for name in names)
-                groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
-                share = f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})"
-                because = _because(report, holders, len(names))
-                yield nbytes, f"{share} were offloaded but not freed, because of {because}."
+    for names, nbytes, holders in merge_held(report.held):
+        if nbytes > TOLERANCE * offloaded.total():
+            whole = sum(offloaded[name] for name in names)
+            groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
+            share = f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})"
+            yield nbytes, f"{share} were offloaded but not freed, because of {_because(holders, len(names))}."
 
 
-def _because(report: Report, holders: Sequence[Holder] | None, groups: int) -> str:
+def _because(holders: Sequence[Holder] | None, groups: int) -> str:
     if holders is None:
-        return f"something that refers to them; record a step with {report.record} to find it"
+        call = "handle.recording() or context.record_timeline()"
+        return f"something that refers to them; record a step in {call} to find it"
     if not holders:
         return "something that Python does not see: autograd of another graph, a library, or C++"
     words = " and ".join(map(str, holders))

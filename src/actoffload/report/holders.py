@@ -11,21 +11,21 @@ import gc
 import inspect
 import re
 import sys
-import threading
 import traceback
 import types
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from .._text import fold, numberless
 from .._torch.modules import CALL_VARIABLES, CALLS
-from .._torch.tensors import gradient_of, no_torch_function, storage_address
+from .._torch.tensors import no_torch_function, storage_address
 from .._warnings import is_library
 
 # What a report says
@@ -63,15 +63,12 @@ class HeldStorage:
         Name of the group that saved it; size in bytes.
     holders : tuple of Holder, or None
         What in Python refers to it.  Empty if only autograd of another graph, a library or C++ does; None if a step was
-        not recorded.
-    is_input : bool
-        Whether it is an input of the model, which its caller may refer to.
+        not recorded.  Not compared.
     """
 
     group: str
     nbytes: int
-    holders: tuple[Holder, ...] | None = None
-    is_input: bool = False
+    holders: tuple[Holder, ...] | None = field(default=None, compare=False)
 
 
 def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...] | None]]:
@@ -95,135 +92,111 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
 
 # The search
 
+KINDS = "attribute", "global", "closure variable", "local variable", "input", "output"  # best first
+CALL = KINDS[4:]  # of a call in progress: reported only if there is nothing better
 PACKAGE = __name__.partition(".")[0]  # its objects are no holders
 PACKAGES = ("torch", PACKAGE)  # nor are the variables of their functions
 UNKNOWN = "[…]"  # in an object that does not tell the name
 LEAVES = {str, int, float, bool, types.NoneType}  # refer to nothing
-MOST_OBJECTS = 40_000  # that are visited for each rank of names
+MOST_OBJECTS = 100_000  # that are visited
 MOST_ELEMENTS = 1000  # of a container
 MOST_HOLDERS = 16
 
-# How much a holder says, best first.  Those of calls are reported only if there is no better one.
-MODULE, LASTING, FUNCTION, LOCAL, CALL = range(5)
-
-Name = tuple[int, str, str]  # rank, kind and owner of a holder
+Reference = tuple[Holder, object]
 
 
 def find_all_holders(
-    addresses: Iterable[int], modules: Mapping[torch.nn.Module, str] | None = None
+    addresses: Iterable[int], modules: Mapping[Module, str] | None = None
 ) -> dict[int, tuple[Holder, ...]]:
     """Return what in Python refers to tensors on storages, by address: ``tensor.untyped_storage()._cdata``.
 
-    What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  Without any,
-    inputs and outputs of modules that are being called.  Objects of this package are no holders.
+    What lasts longest comes first: attributes of modules, globals, closures, local variables.  Without any, inputs and
+    outputs of modules that are being called.  Objects of this package are no holders.
     """
-    return _Search(addresses, modules or {}).run()
+    names = {id(module): name or "the model" for module, name in (modules or {}).items()}
+    found: dict[int, set[Holder]] = {address: set() for address in addresses}
+    # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    level = [*_modules(modules or {}, names), *(root for frame in frames for root in _variables(frame, names))]
+    level.sort(key=lambda root: KINDS.index(root[0].kind))
+    visited = set(names)
+    with no_torch_function():
+        while level:  # breadth first; an object is visited once, by its best name
+            level = [below for holder, value in level for below in _visit(holder, value, found, visited)]
+    best = {}
+    for address, holders in found.items():
+        ordered = sorted(holders, key=lambda holder: (KINDS.index(holder.kind), str(holder)))
+        named = [holder for holder in ordered if holder.kind not in CALL]
+        best[address] = tuple(named or ordered)[:MOST_HOLDERS]
+    return best
 
 
-class _Search:
-    """A walk from names to tensors, breadth first; an object is visited once, by its best name."""
+def _modules(modules: Iterable[Module], names: Mapping[int, str]) -> Iterator[Reference]:
+    """Yield the attributes of a model's modules, and the globals of the program."""
+    for module in modules:
+        for name, value in _attributes(module):
+            yield Holder("attribute", name, f"{names[id(module)]} ({_class(module)})"), value
+    for name, found in list(sys.modules.items()):
+        if issubclass(type(found), types.ModuleType) and not _is_part_of((*PACKAGES, *sys.stdlib_module_names), name):
+            # A lazy module loads if asked for an attribute.
+            variables: dict[str, object] = types.ModuleType.__getattribute__(found, "__dict__")
+            if not is_library(str(variables.get("__file__"))):
+                for variable, value in list(variables.items()):
+                    yield Holder("global", variable, f"module {name}"), value
 
-    def __init__(self, addresses: Iterable[int], modules: Mapping[torch.nn.Module, str]) -> None:
-        self.found: dict[int, dict[Holder, int]] = {address: {} for address in addresses}  # with their ranks
-        self.modules = {id(module): name or "the model" for module, name in modules.items()}
-        self.visited: set[int] = set()
-        self.number = Counter[int]()  # of visited objects, by rank
-        self.roots: list[tuple[Name, str, object]] = []  # with the path to the object
-        for module in modules:
-            owner = f"{self.modules[id(module)]} ({_class(module)})"
-            self.roots += [((MODULE, "attribute", owner), path, value) for path, value in _attributes(module)]
-        for name in list(sys.modules):
-            for variable, value in list((_globals(name) or {}).items()):
-                self.roots.append(((LASTING, "global", f"module {name}"), variable, value))
-        running = sys._current_frames()
-        # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
-        running[threading.get_ident()] = sys._getframe(2)
-        for innermost in running.values():
-            for frame, _ in traceback.walk_stack(innermost):
-                self._add_frame(frame)
 
-    def run(self) -> dict[int, tuple[Holder, ...]]:
-        """Return the holders of each storage."""
-        with no_torch_function():
-            level = sorted(self.roots, key=lambda root: root[0][0])
-            while level:
-                level = [below for name, path, value in level for below in self._visit(name, path, value)]
-        best = {}
-        for address, holders in self.found.items():
-            ordered = sorted(holders, key=lambda holder: (holders[holder], str(holder)))
-            named = [holder for holder in ordered if holders[holder] < CALL]
-            best[address] = tuple(named or ordered)[:MOST_HOLDERS]
-        return best
+def _variables(frame: types.FrameType, names: Mapping[int, str]) -> Iterator[Reference]:
+    """Yield the local variables of a function, or input and output of a call of a module; keep none of them alive."""
+    code, is_call = frame.f_code, frame.f_code in CALLS
+    if not code.co_flags & inspect.CO_OPTIMIZED or (  # variables of a module that is being run are globals
+        not is_call and _is_part_of(PACKAGES, frame.f_globals.get("__name__"))
+    ):
+        return
+    # Before 3.13 a dict with every variable stays in the frame.  It is emptied unless a debugger or a call of
+    # locals() refers to it as well, or the function is traced: then its content is written back.
+    values = frame.f_locals
+    found = {name: value for name, value in values.items() if name not in code.co_freevars}  # those are of closures
+    mine = 3  # the frame, `values`, and the argument of getrefcount
+    if type(values) is dict and sys.getrefcount(values) == mine and sys.gettrace() is None and frame.f_trace is None:
+        values.clear()
+    module = found.get("self") if is_call else None
+    owner = _where(code, frame.f_lineno) if module is None else names.get(id(module), _class(module))
+    for name, value in found.items():
+        if not is_call:
+            yield Holder("local variable", name, owner), value
+        elif name in CALL_VARIABLES:
+            yield Holder(CALL_VARIABLES[name], "" if name == "result" else name, owner), value
 
-    def _add_frame(self, frame: types.FrameType) -> None:
-        """Add the local variables of a function; those of a module that is being run are globals."""
-        code, is_call = frame.f_code, frame.f_code in CALLS
-        if not code.co_flags & inspect.CO_OPTIMIZED or (
-            not is_call and _is_part_of(PACKAGES, frame.f_globals.get("__name__"))
-        ):
+
+def _visit(holder: Holder, value: Any, found: Mapping[int, set[Holder]], visited: set[int]) -> Iterator[Reference]:
+    """Note a tensor, and yield what an object refers to."""
+    kind = type(value)
+    if issubclass(kind, (torch.Tensor, torch.UntypedStorage)):
+        # What a module registers lies in a dict of the module, and is an attribute as well.
+        path = re.sub(r"(?:^|\.)_(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", holder.path).removeprefix(".")
+        found.get(storage_address(value), set()).add(replace(holder, path=path))
+    if kind in LEAVES or issubclass(kind, (types.ModuleType, type)) or id(value) in visited:
+        return
+    path, is_function = holder.path, kind is types.FunctionType
+    of_kind = type.__dict__["__module__"].__get__(kind)  # whatever its metaclass says
+    if len(visited) > MOST_OBJECTS or _is_part_of((PACKAGE,), of_kind):
+        return
+    if is_function:
+        if _is_part_of(PACKAGES, value.__module__):
             return
-        module = ""
-        for variable, value in _variables(frame):
-            if variable in code.co_freevars:
-                continue  # found as the closure of a function
-            if is_call and variable == "self":  # the first variable
-                module = self.modules.get(id(value)) or _class(value)
-            if not is_call:
-                self.roots.append(((LOCAL, "local variable", _where(code, frame.f_lineno)), variable, value))
-            elif module and variable in CALL_VARIABLES:
-                path = "" if variable == "result" else variable
-                self.roots.append(((CALL, CALL_VARIABLES[variable], module), path, value))
-
-    def _visit(self, name: Name, path: str, value: Any) -> Iterator[tuple[Name, str, object]]:
-        """Note a tensor, and yield what an object refers to."""
-        kind = type(value)
-        if issubclass(kind, (torch.Tensor, torch.UntypedStorage)):
-            self._note(name, path, value)
-            self._note(name, f"{path}.grad", gradient_of(value))
-        elif kind in LEAVES or issubclass(kind, types.ModuleType) or self.number[name[0]] > MOST_OBJECTS:
-            return
-        if id(value) in self.visited or id(value) in self.modules:
-            return
-        module, is_function = _module(value), kind is types.FunctionType
-        if _is_part_of(PACKAGES if is_function else (PACKAGE,), module):
-            return
-        if issubclass(kind, type) and _globals(module) is None:
-            return
-        self.visited.add(id(value))
-        self.number[name[0]] += 1
-        if is_function:
-            name, path = (FUNCTION, "closure variable", _where(value.__code__, value.__code__.co_firstlineno)), ""
-        for step, child in _children(value):
-            yield name, f"{path}{step}".removeprefix("."), child
-
-    def _note(self, name: Name, path: str, tensor: object) -> None:
-        holders = self.found.get(storage_address(tensor))
-        if holders is not None:
-            rank, kind, owner = name
-            # What a module registers lies in a dict of the module, and is an attribute as well.
-            path = re.sub(r"(?:^|\.)_(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", path)
-            holders.setdefault(Holder(kind, path.removeprefix("."), owner), rank)
-
-
-def _globals(name: str) -> dict[str, object] | None:
-    """Return the global variables of a module of the program; None for one of a library."""
-    module = sys.modules.get(name)
-    is_module = issubclass(type(module), types.ModuleType)
-    if not is_module or _is_part_of((*PACKAGES, *sys.stdlib_module_names), name):
-        return None
-    # A lazy module loads if asked for an attribute.
-    variables: dict[str, object] = types.ModuleType.__getattribute__(module, "__dict__")
-    return None if is_library(str(variables.get("__file__"))) else variables
+        holder = Holder("closure variable", "", _where(value.__code__, value.__code__.co_firstlineno))
+        path = ""
+    visited.add(id(value))
+    for step, child in _children(value):
+        yield replace(holder, path=f"{path}{step}".removeprefix(".")), child
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:
-    """Return the attributes of an object with their steps of a path; code of other classes does not run."""
-    get: Any = type.__getattribute__ if issubclass(type(value), type) else object.__getattribute__
+    """Return the attributes of an object by name; code of other classes does not run."""
     try:
-        found = get(value, "__dict__")
+        return list(object.__getattribute__(value, "__dict__").items())
     except Exception:  # it has none
         return []
-    return [(f".{name}", each) for name, each in list(found.items())]
 
 
 def _children(value: Any) -> list[tuple[str, object]]:
@@ -233,40 +206,17 @@ def _children(value: Any) -> list[tuple[str, object]]:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         return [(name, each) for name, cell in cells for each in gc.get_referents(cell)]
     if issubclass(kind, dict):
-        elements = [(f"[{_readable(key)}]", each) for key, each in islice(list(dict.items(value)), MOST_ELEMENTS)]
+        for key, each in islice(list(dict.items(value)), MOST_ELEMENTS):
+            elements.append((f"[{repr(key) if type(key) in LEAVES else f'<{_class(key)}>'}]", each))
     for base in (list, tuple, deque):
         if issubclass(kind, base):
             elements = [(f"[{k}]", each) for k, each in enumerate(islice(list(base.__iter__(value)), MOST_ELEMENTS))]
-    return [*_attributes(value), *elements] or [(UNKNOWN, each) for each in gc.get_referents(value)]
-
-
-def _variables(frame: types.FrameType) -> list[tuple[str, object]]:
-    """Return the local variables of a frame without keeping them alive."""
-    # Before 3.13 a dict with every variable stays in the frame.  It is emptied unless a debugger or a call of
-    # locals() refers to it as well, or the function is traced: then its content is written back.
-    values = frame.f_locals
-    found = list(values.items())
-    mine = 3  # the frame, `values`, and the argument of getrefcount
-    if type(values) is dict and sys.getrefcount(values) == mine and sys.gettrace() is None and frame.f_trace is None:
-        values.clear()
-    return found
-
-
-def _module(value: object) -> str:
-    """Return the name of the module that defines an object's class, or the object if it is a function or class."""
-    if type(value) is types.FunctionType:
-        return str(value.__module__)
-    kind = value if issubclass(type(value), type) else type(value)
-    return str(type.__dict__["__module__"].__get__(kind))  # whatever its metaclass says
+    attributes = [(f".{name}", each) for name, each in _attributes(value)]
+    return [*attributes, *elements] or [(UNKNOWN, each) for each in gc.get_referents(value)]
 
 
 def _is_part_of(packages: Iterable[str], name: object) -> bool:
     return isinstance(name, str) and name.partition(".")[0] in packages
-
-
-def _readable(key: object) -> str:
-    """Return a key as it is written in a program; the code of other classes does not run."""
-    return repr(key) if type(key) in LEAVES else f"<{_class(key)}>"
 
 
 def _where(code: types.CodeType, line: int) -> str:

@@ -27,7 +27,6 @@ from .holders import HeldStorage, merge_held
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
 FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded
-MOST_HELD = 12  # lines
 
 # Groups
 
@@ -151,8 +150,6 @@ class Report:
     proven_bytes, samples : int
         Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
         in later ones, without a difference.
-    context : bool
-        Whether it is the report of an `OffloadContext`, and not of a handle.
     times : bool
         Whether durations are those of a real device; otherwise there is no advice about time.
     advice : tuple of str
@@ -178,7 +175,6 @@ class Report:
     baseline_seconds: float | None = None
     proven_bytes: int = 0
     samples: int = 0
-    context: bool = False
     times: bool = True
     advice: tuple[str, ...] = ()
 
@@ -215,16 +211,6 @@ class Report:
         return self.totals.activation_bytes + GroupReport("outside", kept=self.outside or {}).activation_bytes
 
     @property
-    def offloaded_share(self) -> str:
-        """How many of the groups that ran the plan offloads, as text; a group that is called twice counts twice."""
-        return f"{self.totals.calls_offloaded} of {self.totals.calls}"
-
-    @property
-    def record(self) -> str:
-        """The call that records a step."""
-        return "context.record_timeline()" if self.context else "handle.recording()"
-
-    @property
     def slower(self) -> float | None:
         """Part of a pass by which the plan makes it longer, as 0.1 for 10 %; None if that is not known."""
         known = self.times and self.seconds and self.baseline_seconds
@@ -251,10 +237,8 @@ class Report:
             saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}. "
         if self.slower is not None:
             both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
-            return f"{saved}A pass takes {both} ({self.slower * 100:+.1f} %)."
-        if self.stalled is not None:
-            return f"{saved}Compute stalled for {percent(self.stalled)} of the step."
-        return f"{saved}For what it costs in time, record a step with {self.record}." if self.times else saved.strip()
+            saved += f"A pass takes {both} ({self.slower * 100:+.1f} %)."
+        return saved.strip()
 
     def __str__(self) -> str:
         facts = Table(("", ""), tuple(_facts(self)), left=2)
@@ -297,7 +281,7 @@ def _groups_table(report: Report) -> Table:
         cells = (cell for title, cell in _cells([group]).items() if title not in TIMES)
         return numberless(group.name), round((group.stall_seconds or 0.0) * 1e4), *cells
 
-    groups, sums = report.groups, _cells([report.totals]) | {"offload": report.offloaded_share}
+    groups, sums = report.groups, _cells([report.totals]) | {"offload": _offloaded_share(report)}
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     wanted = {"kind": kinds, "calls": calls, **dict.fromkeys(TIMES, report.times)}
     shown = [title for title, cell in sums.items() if cell != "-" and wanted.get(title, True)]
@@ -310,6 +294,11 @@ def _groups_table(report: Report) -> Table:
     passes = f"Times are sums over the {report.step_passes} forward passes of the recorded step; bytes are of the last."
     note = passes if report.step_passes > 1 else ""
     return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
+
+
+def _offloaded_share(report: Report) -> str:
+    """Return how many of the groups that ran the plan offloads; a group that is called twice counts twice."""
+    return f"{report.totals.calls_offloaded} of {report.totals.calls}"
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -351,13 +340,12 @@ def _kept_table(report: Report) -> Table:
 
 
 def _held_table(report: Report) -> Table:
-    merged, rows = merge_held(report.held), list[tuple[str, ...]]()
-    for groups, nbytes, holders in merged[:MOST_HELD]:
+    rows = list[tuple[str, ...]]()
+    for groups, nbytes, holders in merge_held(report.held):
         unnamed = "autograd of another graph, a library, or C++" if holders is not None else "not known: record a step"
         first, *more = list(map(str, holders or ())) or [unnamed]
         rows += [(fold_names(groups), first, size_or_dash(nbytes)), *(("", line, "") for line in more)]
-    note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
-    return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)
+    return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2)
 
 
 # All ranks
@@ -383,21 +371,12 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
         In every rank, if any rank passed something other than a report.
     ValueError
         If this rank is not in `group`.
-
-    Examples
-    --------
-    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
-    >>> handle = actoffload.offload(model, layers="*", num_layers=3)
-    >>> model(torch.randn(1024, 512)).sum().backward()
-    >>> actoffload.gather_reports(handle.report()).offloaded
-    ({'*': 6291456},)
     """
     given: Any = report if isinstance(report, Report) else type(report).__name__
     ranks, gathered = [0], [given]
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank(group) < 0:
-            wrong = "This rank is not in the process group given to gather_reports"
-            raise ValueError(f"{wrong}: call it in the ranks of the group only.")
+            raise ValueError("This rank is not in the process group: call gather_reports in its ranks only.")
         ranks = dist.get_process_group_ranks(group)
         gathered = [None] * len(ranks)
         dist.all_gather_object(gathered, given, group=group)
@@ -457,7 +436,7 @@ def _rank_cells(report: Report) -> dict[str, Any]:
     """Return the cells of one rank by the title of the column; numbers are bytes, which are added up."""
     totals = report.totals
     return {
-        "offload": report.offloaded_share,
+        "offload": _offloaded_share(report),
         "offloaded": totals.bytes_offloaded,
         "not offloaded": max(0, report.activation_bytes - totals.bytes_recomputed - totals.bytes_offloaded),
         "freed": "-" if report.r is None else percent(report.r, 2),
