@@ -61,10 +61,9 @@ def test_use():
     [
         (lambda: measure_step_times({"a": step}, steps=0), "steps is 0; expected a whole number, at least 1."),
         (lambda: measure_step_times({"a": step}, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
-        (lambda: measure_step_times({}), "arms is empty; expected at least one function by name."),
-        (lambda: measure_step_times(step), "expected a mapping of names to functions without arguments."),
+        (lambda: measure_step_times(step), "expected a mapping of names to functions, at least one."),
         (lambda: measure_steps({"a": step}, repeats=0), "repeats is 0; expected a whole number, at least 1."),
-        (lambda: measure_steps({}), "steps is empty; expected at least one function by name."),
+        (lambda: measure_steps({}), "steps is {}; expected a mapping of names to functions, at least one."),
         (lambda: measure_link(nbytes=0), "nbytes is 0; expected a whole number, at least 1."),
         (lambda: compare_steps(step, step, None, steps=0), "steps is 0; expected a whole number, at least 1."),
     ],

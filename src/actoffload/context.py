@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -60,16 +59,10 @@ class OffloadContext(Offloading, ContextDecorator):
         self._logs = [self._log]
         self._short, self._warned = set[int](), False  # numbers of layers of passes that had fewer than the plan
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
-        # A copied model gets its own context, with its own passes and limit.
-        return OffloadContext(replace(self._engine), enabled=self._enabled)
-
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or loaded model gets its own context, with its own passes and limit.
         if self._engine.stream is not None:
-            raise TypeError(
-                "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
-                "Make the context anew where it is loaded."
-            )
+            raise TypeError("An offloading context with an offload_stream cannot be copied or pickled: make a new one.")
         return _context, (self._engine.plan, self._engine.max_host_bytes, self._enabled)
 
     # Per layer
@@ -314,13 +307,6 @@ def get_cpu_offload_context(
 ) -> tuple[Any, ...]:
     """Return a context and a synchronization function that offload the activations of a sequential model.
 
-    Each layer runs in the context, and its output goes through the function::
-
-        for layer in layers:
-            with context:
-                x = layer(x)
-            x = sync_function(x)
-
     Parameters
     ----------
     enabled : bool
@@ -355,15 +341,11 @@ def get_cpu_offload_context(
     ValueError
         If `num_layers` is not smaller than `model_layers`, or `offload_stream` is given without manual
         synchronization.
-    TypeError
-        If a number is not a whole number, another argument not True or False, or `offload_stream` is not a stream.
 
     Warns
     -----
     UserWarning
         If ``num_layers == model_layers - 1``, so that no copy overlaps with compute; later, if `model_layers` is wrong.
-    DeprecationWarning
-        If a deprecated argument is not at its default.
 
     Examples
     --------

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ._arguments import check_whole
+from ._arguments import check_kind, check_whole
 from ._torch.modules import opaque
 from .engine.eligibility import mark_not_offload, start_offload
 
@@ -60,10 +60,6 @@ def indices_to_multihot(
 
     Raises
     ------
-    TypeError
-        If `indices` or `probs` is not a tensor or has another dtype, or `num_experts` is not a whole number.
-    ValueError
-        If the shapes or devices do not match, or `num_experts` is less than 1.
     IndexError
         If an index is out of range, on the CPU.  On an accelerator an assertion of the kernel fails.
 
@@ -80,16 +76,14 @@ def indices_to_multihot(
     tensor([[0.2500, 0.0000, 0.7500],
             [0.0000, 1.0000, 0.0000]])
     """
+    check_kind(torch.Tensor, indices=indices, probs=probs)
     for name, value, dtypes in (("indices", indices, _INDICES), ("probs", probs, _PROBS)):
-        if not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
-            found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
-            raise TypeError(f"{name} {found}; expected a tensor [tokens, topk] of {', '.join(map(str, dtypes))}.")
+        if value.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {value.dtype}; expected one of {', '.join(map(str, dtypes))}.")
     if indices.dim() != 2 or probs.shape != indices.shape:
         raise ValueError(
             f"indices has shape {list(indices.shape)} and probs {list(probs.shape)}; expected [tokens, topk] of both."
         )
-    if probs.device != indices.device:
-        raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
     check_whole(num_experts=num_experts, least=1)
     columns = indices.long() + 1  # a new tensor in any case; [Note: no masks]
     table = columns.new_zeros(indices.shape[0], num_experts + 1, dtype=torch.bool)
@@ -135,11 +129,11 @@ def _without_first(table: torch.Tensor) -> torch.Tensor:
     return table[:, 1:].clone(memory_format=torch.contiguous_format)
 
 
-# Activations: their gradients are those of autograd, by the same kernels, without what autograd would save.
+# Activations
 
 
 class _Activation(NamedTuple):
-    """An activation of the output of FC1, and its gradient ``(grad_y, x) -> grad_x``, both pointwise.
+    """An activation of the output of FC1, and its gradient by the kernels of autograd, ``(grad_y, x) -> grad_x``.
 
     If `gated`, the output of FC1 is [tokens, 2 * ffn]: the function of the first half, times the second half.
     """
@@ -270,8 +264,6 @@ def capability(device: torch.device) -> int:
 
 # Experts
 
-_KEEP = ("keep_fc1_input", "keep_activation_input", "keep_fc2_input")
-
 
 def grouped_mlp(
     x: torch.Tensor,
@@ -314,11 +306,9 @@ def grouped_mlp(
 
     Raises
     ------
-    TypeError
-        If an operand is not a floating point tensor, dtypes differ, or counts are not integers.
     ValueError
-        If shapes, devices or counts do not fit, or counts are on an accelerator without a kernel for the operands.
-        Values on an accelerator are not checked: without `padded`, rows without an expert are undefined.
+        If counts do not fit, or are on an accelerator without a kernel for the operands.  Values on an accelerator are
+        not checked: without `padded`, rows without an expert are undefined.
 
     Examples
     --------
@@ -455,29 +445,29 @@ class GroupedMLP(torch.nn.Module):
         self, x: torch.Tensor, tokens_per_expert: Sequence[int] | torch.Tensor, *, padded: bool = False
     ) -> torch.Tensor:
         """Apply the experts to tokens [tokens, hidden_size]; the arguments are those of `grouped_mlp`."""
-        keep = {name: getattr(self, name) for name in _KEEP}
-        activation = self.activation
         return grouped_mlp(
-            x, tokens_per_expert, self.fc1_weight, self.fc2_weight, activation=activation, padded=padded, **keep
+            x,
+            tokens_per_expert,
+            self.fc1_weight,
+            self.fc2_weight,
+            activation=self.activation,
+            padded=padded,
+            keep_fc1_input=self.keep_fc1_input,
+            keep_activation_input=self.keep_activation_input,
+            keep_fc2_input=self.keep_fc2_input,
         )
 
 
 def _check(x: torch.Tensor, counts: object, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, width: int) -> None:
-    """Check types, shapes and devices; `_in_one_dtype` compares dtypes."""
-    operands = {"x": x, "fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
-    for name, tensor in operands.items():
-        if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} is a {kind}; expected a floating point tensor.")
+    """Check shapes and counts; the products check dtypes and devices."""
+    check_kind(torch.Tensor, x=x, fc1_weight=fc1_weight, fc2_weight=fc2_weight)
     fit = (x.dim(), fc1_weight.dim(), fc2_weight.dim()) == (2, 3, 3) and x.shape[1] == fc1_weight.shape[2]
     if not fit or fc2_weight.shape[::2] != (fc1_weight.shape[0], fc1_weight.shape[1] / width):
-        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in operands.items())
         raise ValueError(
-            f"The shapes are {found}; expected [tokens, hidden], [experts, {width} * ffn, hidden] and "
+            f"The shapes are x {list(x.shape)}, fc1_weight {list(fc1_weight.shape)}, fc2_weight "
+            f"{list(fc2_weight.shape)}; expected [tokens, hidden], [experts, {width} * ffn, hidden] and "
             "[experts, out, ffn]."
         )
-    if not x.device == fc1_weight.device == fc2_weight.device:
-        raise ValueError(f"x is on {x.device}, and weights on {fc1_weight.device} and {fc2_weight.device}.")
     if isinstance(counts, torch.Tensor):
         fit = counts.dtype in _INTEGERS and counts.shape == fc1_weight.shape[:1]
     else:
@@ -493,7 +483,4 @@ def _in_one_dtype(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dtype = torch.get_autocast_dtype(kind)
         operands = tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in operands)
     x, *weights = operands
-    for name, weight in zip(("fc1_weight", "fc2_weight"), weights, strict=True):
-        if weight.dtype is not x.dtype:
-            raise TypeError(f"x has dtype {x.dtype} and {name} {weight.dtype}; cast one, or run under torch.autocast.")
     return x.contiguous(), *(each if each.mT.is_contiguous() else each.contiguous() for each in weights)

@@ -108,9 +108,8 @@ def _pickled(thing):
 
 def test_a_context_with_a_stream_of_the_program_cannot_be_pickled():
     context, _, _ = make_manual(3, offload_stream=ReferenceStream("mine"))
-    with pytest.raises(TypeError, match="a stream belongs to its process"):
+    with pytest.raises(TypeError, match="with an offload_stream cannot be copied or pickled"):
         pickle.dumps(context)
-    assert copy.deepcopy(context).plan == context.plan
 
 
 # What the synchronization function takes and returns

@@ -33,11 +33,6 @@ class OffloadCallback(FitCallback, TrainerCallback):
         Handle of the latest training.
     report : Report or None
         Report of the latest training, from the step `report_at` or from the end; smaller last batches are passed over.
-
-    Raises
-    ------
-    TypeError
-        If an argument is not one of `actoffload.offload`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Module, **_: Any) -> None:  # type: ignore[override]

@@ -37,11 +37,6 @@ class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
     ----------
     handle, report
         As in `OffloadCallback`, of the latest fit.
-
-    Raises
-    ------
-    AttributeError
-        At the start of ``fit()``, if the LightningModule has no such module.
     """
 
     def __init__(
