@@ -91,7 +91,7 @@ def test_measuring(call: Callable[[], object], expected: str):
         (lambda: LayerCost(1, 1, (5,)), "saved is (5,); expected a tuple of Saved."),
         (
             lambda: LayerCost(1, 1, (schedule.Saved(1, 0.5), schedule.Saved(1, 0.25))),
-            "A tensor saved at 0.25 comes after one saved at 0.5; list the saved tensors in the order in which forward",
+            "Tensors are saved at [0.5, 0.25]; list them in the order in which forward",
         ),
         (lambda: LayerCost.even(-1, 1.0, 1.0), "nbytes is -1; expected a whole number, at least 0."),
         (lambda: LayerCost.even(1, 1.0, 1.0, pieces=0), "pieces is 0; expected a whole number, at least 1."),

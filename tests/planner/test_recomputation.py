@@ -94,8 +94,8 @@ def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     assert moved.saves == (*plan.saves[1:], None)
 
 
-SIMULATIONS = 60
-"""So many simulations of 128 groups take 200 ms on a core for which that limit is meant, and longer on slower ones."""
+SECONDS, SIMULATIONS = 0.13, 40
+"""So many simulations of 128 groups take as long on a core for which that limit is meant, and longer on slower ones."""
 
 
 def processor_seconds(work: Callable[[], Any]) -> float:
@@ -105,17 +105,17 @@ def processor_seconds(work: Callable[[], Any]) -> float:
 
 
 @pytest.mark.parametrize(("rate", "limit"), [(1e10, 6), (2e10, 12), (5e10, 24)])
-def test_planning_128_groups_takes_at_most_200_ms(rate, limit):
+def test_planning_128_groups_takes_at_most_130_ms(rate, limit):
     """On a slower core, as long as simulations take beside it: other processes slow both down."""
     ways, link = groups(128), Link(d2h=rate, h2d=rate)
     costs, rounds, plans = [group[0].cost for group in ways], [], []
-    while len(rounds) < 3 and not any(taken <= max(0.2, allowed) for taken, allowed in rounds):
+    while len(rounds) < 3 and not any(taken <= max(SECONDS, allowed) for taken, allowed in rounds):
         taken = processor_seconds(lambda: plans.append(choose(names(128), ways, link, limit=limit * GIB)))
-        simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
-        rounds.append((taken, 6 * simulated))
+        simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 5)])
+        rounds.append((taken, 5 * simulated))
         assert plans[-1].peak_bytes <= limit * GIB
         assert plans[-1].recomputed
-    assert rounds[-1][0] <= max(0.2, rounds[-1][1]), rounds
+    assert rounds[-1][0] <= max(SECONDS, rounds[-1][1]), rounds
 
 
 # Variants

@@ -5,7 +5,6 @@ Without a limit, or if everything fits, nothing is offloaded and nothing recompu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -13,12 +12,12 @@ from math import inf
 from .._text import size
 from ..schedule.costs import Link, StageCost
 from ..schedule.plan import Plan
-from ..schedule.simulate import model_stages, simulate
-from .placement import ROUNDING, Knobs, Placement, Profile
+from ..schedule.run import Pipeline
+from ..schedule.simulate import model_stages
+from .placement import ROUNDING, Knobs, Placement
 from .search import Ranks, StageVariants
 from .variants import Variant
 
-NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too
 FREE = 0.002  # of the step, by which a plan of a pipeline without a cost may take longer
 
@@ -117,20 +116,15 @@ class _Model(Ranks):
     ) -> None:
         stages, variants = model_stages([group[0].cost for group in groups]), dict(enumerate([each] for each in groups))
         super().__init__([Plan(len(groups), names=tuple(names))], stages, link, variants, knobs, host_seconds)
-        self._host_seconds, self._holds = host_seconds, holds
+        self._holds = holds
 
     def best(self, limit: float) -> Plan:
         """Return the fastest plan within a limit, or with about the smallest peak."""
-        self.reset()
+        if self.ways:
+            self.reset()
         if self.profiles[0].peak_bytes <= limit:
-            return self._described(self.profiles[0].nothing)
-        self.recompute(0, limit, ROUNDING)
-        least = self.profiles[0].leanest()
-        if least > limit:
-            # Of the plans with about the smallest peak the fastest is taken.
-            always = min(level for stage in self.plain for level in stage.groups[0].other_bytes)
-            limit = math.ceil(least + NEAR * (least - always))
-            self.recompute(0, limit, ROUNDING)
+            return self._described(self.profiles[0].place(()))
+        limit = self.recompute(0, limit, ROUNDING)
         found = self.profiles[0].within(limit, self.seconds * (1 + ROUNDING))
         return self._described(self.profiles[0].smallest() if found is None else self._leaner(*found))
 
@@ -140,23 +134,24 @@ class _Model(Ranks):
         low = profile.leanest()
         while best.peak_bytes - low > max(best.peak_bytes >> 6, 1):
             middle = (low + best.peak_bytes) // 2
-            found = profile.within(middle, seconds, allowed)
+            found = profile.within(middle, seconds, allowed, few=1)
             low, best = (middle, best) if found is None else (low, found[0])
         return best
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
-        taken = [self.taken(stage)[0] for stage in range(len(self.plain))]
-        found = replace(self.plans[0], steps=placement.steps())
+        taken, found = self.taken(0), replace(self.plans[0], steps=placement.steps())
         costs = [way.cost for way in taken]
-        expected = simulate(found, costs, self.pipeline.link, host_seconds=self._host_seconds)
-        pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.plain, strict=True)]
+        pipeline = self.pipeline
+        exact = Pipeline([found], model_stages(costs), pipeline.link, host_seconds=pipeline.host_seconds, exact=True)
+        (run,) = exact.run([found.steps])
+        pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.stages, strict=True)]
         return replace(
             found,
             nbytes=tuple(cost.nbytes for cost in costs),
-            seconds=expected.step_time,
+            seconds=run.compute,
             baseline_seconds=self.baseline_seconds,
-            peak_bytes=expected.device_peak_bytes,
+            peak_bytes=run.peak,
             recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if self.ways else (),
             recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
             saves=tuple(way.saves for way in taken) if self.ways else (),
@@ -190,24 +185,32 @@ def plan_pipeline(
     budgets = [None] * len(plans) if budgets is None else budgets
     knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight, whole=whole)
     ranks = Ranks(plans, stages, link, variants or {}, knobs)
-    for rank, budget in enumerate(budgets):
-        if budget is not None and variants:
-            ranks.recompute(rank, budget, FREE)
+    limits = [None if budget is None else ranks.recompute(rank, budget, FREE) for rank, budget in enumerate(budgets)]
+    by_hand = (fraction, delta_bytes_per_rank, max_inflight) != (None, None, None)
     allowed = ranks.seconds * (1 + FREE)
-    found = [_chosen(each, knobs, budget, allowed) for each, budget in zip(ranks.profiles, budgets, strict=True)]
+    found = list[tuple[Placement, str]]()
+    for profile, budget, limit in zip(ranks.profiles, budgets, limits, strict=True):
+        if budget is None or limit is None:
+            found.append((profile.free if by_hand else profile.place(()), ""))
+            continue
+        within, keeps = profile.within(limit, allowed), f"is within the limit of {size(budget)}"
+        if within is None or limit > budget:
+            smallest = profile.smallest() if within is None else within[0]
+            found.append((smallest, f"No plan of this rank {keeps}; this one has the smallest peak."))
+        else:
+            because = "" if within[1] <= allowed else f"No plan of this rank without a cost in time {keeps}."
+            found.append((within[0], because))
     runs = ranks.pipeline.run([placement.steps() for placement, _ in found])
     seconds = max((run.compute for run in runs), default=0.0)
     planned = []
-    for plan, (placement, because), run in zip(plans, found, runs, strict=True):
-        costs = [group for stage in plan.layers for group in ranks.pipeline.times[stage].cost.groups]
-        taken = {stage: [way.saves for way in ranks.taken(stage)] for stage in plan.layers}
-        saves = [each for stage, mine in plan.layers.items() for each in taken[stage] or [None] * len(mine)]
+    for rank, (plan, (placement, because), run) in enumerate(zip(plans, found, runs, strict=True)):
+        saves = tuple(way.saves for way in ranks.taken(rank))
         planned.append(
             replace(
                 plan,
                 steps=placement.steps(),
-                nbytes=tuple(group.nbytes for group in costs),
-                saves=tuple(saves) if any(each is not None for each in saves) else (),
+                nbytes=tuple(way.cost.nbytes for way in ranks.taken(rank)),
+                saves=saves if any(each is not None for each in saves) else (),
                 seconds=seconds,
                 baseline_seconds=ranks.baseline_seconds,
                 peak_bytes=run.peak,
@@ -216,14 +219,3 @@ def plan_pipeline(
             )
         )
     return tuple(planned)
-
-
-def _chosen(rank: Profile, knobs: Knobs, budget: int | None, allowed: float) -> tuple[Placement, str]:
-    """Return what a rank does, and why."""
-    if budget is None:
-        by_hand = (knobs.fraction, knobs.delta_bytes, knobs.max_inflight) != (None, None, None)
-        return rank.free if by_hand else rank.nothing, ""
-    found, limit = rank.within(budget, allowed), f"is within the limit of {size(budget)}"
-    if found is None:
-        return rank.smallest(), f"No plan of this rank {limit}; this one has the smallest peak."
-    return found[0], "" if found[1] <= allowed else f"No plan of this rank without a cost in time {limit}."

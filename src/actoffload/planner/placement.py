@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from math import inf
+from operator import add
 from statistics import median_high
 from typing import NamedTuple
 
-from ..schedule.costs import GroupTimes
 from ..schedule.orders import Computation, Event
 from ..schedule.plan import Action, Do, Plan, Steps, steps_of
-from ..schedule.run import Pipeline, RankRun
+from ..schedule.run import LayerRun, Pipeline, RankRun
 
 AT_ONCE = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # the order at one event
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
@@ -38,7 +38,6 @@ class Spot(NamedTuple):
     microbatch: int
     saved: int  # where its forward starts
     use: int  # where a backward first comes to it
-    split: bool  # that of the inputs, and one of the weights comes later
 
 
 class Spots:
@@ -59,12 +58,12 @@ class Spots:
             before = self.runs[-1] if self.runs else 0
             self.runs += [before + each * position for position in positions]
         self.all = list[Spot]()  # in order of saving
-        for (stage, microbatch), (forward, input_, last) in rank.uses.items():
+        for (stage, microbatch), (forward, first_use, _) in rank.uses.items():
             layers = rank.layers.get(stage, range(0))
             for position, layer in enumerate(layers):
-                saved, use = first[forward] + position, first[input_] + len(layers) - 1 - position
+                saved, use = first[forward] + position, first[first_use] + len(layers) - 1 - position
                 if self.runs[saved + 1] < self.runs[use]:  # what is used at once stays
-                    self.all.append(Spot(layer, microbatch, saved, use, input_ != last))
+                    self.all.append(Spot(layer, microbatch, saved, use))
         self.all.sort(key=lambda spot: spot.saved)
         kinds: dict[int, list[int]] = {}
         for k, spot in enumerate(self.all):
@@ -78,26 +77,20 @@ class Profile:
     Lists have an entry for each event, or for each of the spots.
     """
 
-    def __init__(self, spots: Spots, run: RankRun, rank: int, plan: Plan, knobs: Knobs, pipeline: Pipeline) -> None:
+    def __init__(self, spots: Spots, run: RankRun, rank: int, knobs: Knobs, pipeline: Pipeline) -> None:
         self.spots, self.rank, self._knobs, self._pipeline = spots, rank, knobs, pipeline
         self.when = list(accumulate(run.when, max))  # seconds at which the events come
         self.needs = run.needs  # bytes on the device from each event to the next, at most
         self.peak_bytes = max(run.needs, default=0)
-        layers = [group for stage in plan.layers for group in pipeline.times[stage].groups]
-        self.times: list[GroupTimes] = [layers[spot.layer] for spot in spots.all]
-        # Seconds by which the copies must start before the group is used.
-        self._ahead = [
-            times.input_ahead if spot.split else times.back_ahead
-            for times, spot in zip(self.times, spots.all, strict=True)
-        ]
-        idle = [(median_high(map(self._idle, kind)), kind) for kind in spots.kinds if self.times[kind[0]].nbytes]
-        room = sum(self.times[kind[0]].nbytes for _, kind in idle) * (1.0 if knobs.fraction is None else knobs.fraction)
-        room -= rank * (knobs.delta_bytes or 0)
+        self.layers: list[LayerRun] = [pipeline.layers[rank][spot.layer] for spot in spots.all]
+        idle = [(median_high(map(self._idle, kind)), kind) for kind in spots.kinds if self.layers[kind[0]].nbytes]
+        part = 1.0 if knobs.fraction is None else knobs.fraction
+        room = part * sum(self.layers[kind[0]].nbytes for _, kind in idle) - rank * (knobs.delta_bytes or 0)
         host = inf if knobs.host_limit is None else knobs.host_limit
         # Kinds of groups that may be offloaded, those first that are idle longest, and those for which there is time.
         self.kinds, self._free = list[list[int]](), list[list[int]]()
         for seconds, kind in sorted(idle, key=lambda each: -each[0]):
-            nbytes = self.times[kind[0]].nbytes
+            nbytes = self.layers[kind[0]].nbytes
             if nbytes <= room and nbytes * len(kind) <= host:
                 room, host = room - nbytes, host - nbytes * len(kind)
                 self.kinds.append(kind)
@@ -105,36 +98,31 @@ class Profile:
 
     def _idle(self, k: int) -> float:
         """Return for how many seconds a group is neither used nor copied."""
-        spot = self.spots.all[k]
-        return self.when[spot.use] - self.when[spot.saved] - self.times[k].out_after - self._ahead[k]
+        spot, layer = self.spots.all[k], self.layers[k]
+        return self.when[spot.use] - self.when[spot.saved] - layer.ready - layer.out - layer.ahead
 
     @property
     def free(self) -> Placement:
         """The placement of all for which there is time."""
         return self.place(chain.from_iterable(self._free))
 
-    @property
-    def nothing(self) -> Placement:
-        """The placement that offloads nothing."""
-        return Placement(self, list(self.needs))
-
     def smallest(self) -> Placement:
         """Return the placement with the smallest peak that can be had at any cost."""
         return self.place(chain.from_iterable(self.kinds), 0)
 
-    def within(self, limit: float, free: float, allowed: float = inf) -> tuple[Placement, float] | None:
+    def within(self, limit: float, free: float, allowed: float = inf, few: int = FEW) -> tuple[Placement, float] | None:
         """Return the placement within a limit that takes the least time, and that time; None if there is none.
 
-        Of those that take at most `free` seconds it is the one of the fewest kinds.
+        Of those that take at most `free` seconds it is the one of the fewest kinds; `few` numbers of these are tried.
         """
         if self.peak_bytes <= limit:
-            return self.nothing, self.seconds(self.nothing)
+            return (nothing := self.place(())), self.seconds(nothing)
         found = None
-        largest = sorted(self.kinds, key=lambda kind: -self.times[kind[0]].nbytes)
+        largest = sorted(self.kinds, key=lambda kind: -self.layers[kind[0]].nbytes)
         for order in (self.kinds,) if largest == self.kinds else (self.kinds, largest):
             numbers = range(1, len(order) + 1)
             least = bisect_left(numbers, True, key=lambda number: self.leanest(order[:number]) <= limit)
-            for number in numbers[least : least + FEW]:
+            for number in numbers[least : least + few]:
                 placement = self.place(chain.from_iterable(order[:number]), limit)
                 if placement.peak_bytes > limit:
                     continue
@@ -147,7 +135,7 @@ class Profile:
 
     def seconds(self, placement: Placement, allowed: float = inf) -> float:
         """Return the time of a step in which this rank alone offloads, or any time above the one that is allowed."""
-        actions: list[Steps] = [{} for _ in self._pipeline.compiled]
+        actions: list[Steps] = [{} for _ in self._pipeline.plans]
         actions[self.rank] = placement.steps()
         return max(run.compute for run in self._pipeline.run(actions, allowed=allowed))
 
@@ -160,10 +148,10 @@ class Profile:
         """Return the bytes from each event to the next with releases of spots, and reloads as late as can be."""
         change = [0] * (len(self.needs) + 1)
         for k, release in releases.items():
-            nbytes = self.times[k].nbytes
+            nbytes = self.layers[k].nbytes
             change[release] -= nbytes
             change[max(self.spots.all[k].use, release)] += nbytes
-        return [need + less for need, less in zip(self.needs, accumulate(change), strict=False)]
+        return list(map(add, self.needs, accumulate(change)))
 
     # Where to release and reload groups
 
@@ -185,7 +173,7 @@ class Profile:
         """Return the last event at which the reload of each group can start without a stall."""
         when, spots, latest, free = self.when, self.spots.all, dict[int, int](), inf
         for use, k in sorted(((spots[k].use, k) for k in chosen), reverse=True):
-            free = min(when[use] - self._ahead[k], free - self.times[k].back)
+            free = min(when[use] - self.layers[k].ahead, free - self.layers[k].back)
             latest[k] = min(bisect_right(when, free) - 1, use)
         return latest
 
@@ -194,12 +182,13 @@ class Profile:
         max_inflight, when = self._knobs.max_inflight, self.when
         found, ends, queue = dict[int, int](), list[float](), 0.0
         for k in chosen:
-            spot, times, start = self.spots.all[k], self.times[k], when[self.spots.all[k].saved]
+            spot, layer = self.spots.all[k], self.layers[k]
+            start = when[spot.saved]
             if max_inflight is not None:
                 ends = [end for end in ends if end > start]
                 if len(ends) >= max_inflight:
                     continue
-            done = max(max(queue, start + times.out_ready) + times.out, start + times.out_after)
+            done = max(queue, start + layer.ready) + layer.out
             m = min(bisect_left(when, done, spot.saved + 1), spot.use)
             if limit == inf and m >= latest[k]:
                 continue  # used too soon
@@ -219,7 +208,7 @@ class Profile:
                 if spot.saved >= m:
                     break
                 if m < release:
-                    nbytes, stop = self.times[k].nbytes, min(release, spot.use)
+                    nbytes, stop = self.layers[k].nbytes, min(release, spot.use)
                     needs[m:stop] = [each - nbytes for each in needs[m:stop]]
                     releases[k] = m
                     if needs[m] <= limit:
@@ -232,7 +221,7 @@ class Profile:
         needs, placed = placement.needs, placement.placed
         before = 0
         for k in sorted(releases, key=lambda k: spots[k].use):
-            nbytes, use = self.times[k].nbytes, spots[k].use
+            nbytes, use = self.layers[k].nbytes, spots[k].use
             reload, earliest = use, max(latest[k], releases[k], before)
             while reload > earliest and needs[reload - 1] + nbytes <= limit:  # [guard: planned reload]
                 reload -= 1
@@ -241,7 +230,7 @@ class Profile:
             placed[k] = releases[k], reload
         runs = self.spots.runs
         for k, (release, reload) in list(placed.items()):
-            nbytes = self.times[k].nbytes
+            nbytes = self.layers[k].nbytes
             for_nothing = runs[release] == runs[reload] and max(needs[release:reload], default=0) + nbytes <= limit
             if release == reload or for_nothing:  # [guard: planned group that is kept]
                 del placed[k]

@@ -7,12 +7,12 @@ among the candidates.  At last single groups are changed as long as that makes t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from ..schedule.costs import Link, StageCost, StageTimes
+from ..schedule.costs import Link, StageCost
 from ..schedule.plan import Plan
 from ..schedule.run import Pipeline
 from .placement import ROUNDING, Knobs, Profile, Spots
@@ -21,21 +21,22 @@ from .variants import Variant
 StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
 """For some stages the ways to run each group: the first without recomputation."""
 
-Ways: TypeAlias = Mapping[tuple[int, int], int]
-"""By stage and group the position of the way that is taken; others are run without recomputation."""
+Pair: TypeAlias = tuple[int, int]
+"""A stage, and the number of a group in it."""
+
+Ways: TypeAlias = Mapping[Pair, int]
+"""The positions of the ways that groups are run in; others are run without recomputation."""
 
 EXTENTS, FINEST = 8, 64  # extents of recomputation that are tried at first, and into which all are divided at last
 LEAST, WORK = 26, 3000  # choices of ways that are tried, at least, and beyond that for a step of one event
+NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 
 Rank: TypeAlias = tuple[bool, float]
 """False and the time where the limit is kept, otherwise True and the peak."""
 
-Key: TypeAlias = tuple[tuple[tuple[int, int], int], ...]
-"""Ways, sorted."""
-
 
 class Ranks:
-    """The ranks of a pipeline, and their stages as they are run: at first without recomputation."""
+    """The ranks of a pipeline, and their groups as they are run: at first without recomputation."""
 
     def __init__(
         self,
@@ -46,65 +47,78 @@ class Ranks:
         knobs: Knobs,
         host_seconds: float = 0.0,
     ) -> None:
-        self.plans, self.plain = plans, tuple(stages)
-        self.knobs, self.variants = knobs, variants
+        self.plans, self.stages, self.knobs = plans, stages, knobs
+        self.variants: Mapping[Pair, Sequence[Variant]] = {
+            (stage, k): each
+            for stage, cost in enumerate(stages)
+            for k, each in enumerate(variants.get(stage) or [(Variant(group),) for group in cost.groups])
+        }
+        # The groups of each rank, in order.
+        self.pairs = [
+            [(stage, k) for stage, layers in plan.layers.items() for k in range(len(layers))] for plan in plans
+        ]
         self.pipeline = Pipeline(plans, stages, link, host_seconds=host_seconds)
         self._spots = list(map(Spots, plans))
-        self._times: dict[tuple[int, ...], StageTimes] = {}
         self.use({})
         self.baseline_seconds, self.baseline_peaks = self.seconds, [each.peak_bytes for each in self.profiles]
-        self.reset()
+        if knobs.whole:
+            self.reset()
 
-    def use(self, ways: Ways) -> None:
-        """Run groups in some ways from now on, and find out how the ranks run so without offloading."""
+    def use(self, ways: Ways, allowed: float = inf) -> None:
+        """Run groups in some ways from now on, and find out how the ranks run so without offloading.
+
+        If that takes longer than `allowed`, nothing is found out.
+        """
         self.ways, pipeline = ways, self.pipeline
-        pipeline.times = [self._stage_times(stage) for stage in range(len(self.plain))]
-        runs = pipeline.run([{}] * len(self.plans), note=True)
+        pipeline.use([[way.cost for way in self.taken(rank)] for rank in range(len(self.plans))])
+        runs = pipeline.run([{}] * len(self.plans), note=True, allowed=allowed)
         self.seconds = max((run.compute for run in runs), default=0.0)
+        if self.seconds > allowed:
+            return
         self.profiles = [
-            Profile(spots, run, rank, plan, self.knobs, pipeline)
-            for rank, (plan, spots, run) in enumerate(zip(self.plans, self._spots, runs, strict=True))
+            Profile(spots, run, rank, self.knobs, pipeline)
+            for rank, (spots, run) in enumerate(zip(self._spots, runs, strict=True))
         ]
 
-    def taken(self, stage: int) -> list[Variant]:
-        """Return the ways that the groups of a stage are run in; empty if it has no others."""
-        return [group[self.ways.get((stage, k), 0)] for k, group in enumerate(self.variants.get(stage, ()))]
+    def taken(self, rank: int) -> list[Variant]:
+        """Return the ways that the groups of a rank are run in."""
+        return [self.variants[pair][self.ways.get(pair, 0)] for pair in self.pairs[rank]]
 
     def reset(self) -> None:
         """Run no group with recomputation, or every one in its last way."""
-        ways = {(stage, k): len(ways) - 1 for stage, groups in self.variants.items() for k, ways in enumerate(groups)}
-        self.use({pair: way for pair, way in ways.items() if way} if self.knobs.whole else {})
+        last = {pair: len(ways) - 1 for pair, ways in self.variants.items() if len(ways) > 1}
+        self.use(last if self.knobs.whole else {})
 
-    def _stage_times(self, stage: int) -> StageTimes:
-        """Return the times of a stage; worked out once for stages that are equal."""
-        cost, taken = self.plain[stage], self.taken(stage)
-        key = id(cost), *(id(way.cost) for way in taken)
-        if key not in self._times:
-            costs = tuple(way.cost for way in taken) or cost.groups
-            self._times[key] = self.pipeline.stage_times(replace(cost, groups=costs))
-        return self._times[key]
-
-    def recompute(self, rank: int, limit: float, free: float) -> None:
+    def recompute(self, rank: int, limit: float, free: float) -> float:
         """Use the ways of the groups of a rank in which a step within a limit is the shortest, as far as found.
 
-        They stay as they are if that takes no more than a `free` part of the step longer than without a limit.  If the
-        limit cannot be kept, they are those with the smallest peak.
+        They stay as they are if that takes no more than a `free` part of the step longer than without a limit.  Returns
+        the limit that is kept: a larger one if it cannot be, with about the smallest peak that was found.
         """
-        if self.knobs.whole:
-            return
-        if not any(stage in self.plans[rank].layers for stage, _ in self.ways):
-            most = self.seconds * (1 + free)
-            found = self.profiles[rank].within(limit, most)
-            if found is not None and found[1] <= most:
-                return
-        self.use(_Greedy(self, rank, limit, free).best())
+        profile, most = self.profiles[rank], self.seconds * (1 + free)
+        if profile.within(limit, most, most * (1 + ROUNDING)) is None:
+            self._search(rank, limit, free)
+        least = self.profiles[rank].leanest()
+        if least <= limit:
+            return limit
+        # Of the plans with about the smallest peak the fastest is taken.
+        levels = [level for way in self.taken(rank) for level in way.cost.other_bytes]
+        always = self.pipeline.other[rank] + min(levels, default=0)
+        limit = math.ceil(least + NEAR * (least - always))
+        self._search(rank, limit, free)
+        return limit
+
+    def _search(self, rank: int, limit: float, free: float) -> None:
+        """Use the best ways of the groups of a rank, if they may be run in others."""
+        if not self.knobs.whole and any(len(self.variants[pair]) > 1 for pair in self.pairs[rank]):
+            self.use(_Greedy(self, rank, limit, free).best())
 
 
 class _Step(NamedTuple):
     """From one way of a group to one that saves less."""
 
     price: float  # seconds for each byte
-    pair: tuple[int, int]  # stage and group
+    pair: Pair
     way: int
 
 
@@ -114,13 +128,12 @@ class _Greedy:
     def __init__(self, ranks: Ranks, rank: int, limit: float, free: float) -> None:
         self._ranks, self._which, self._limit, self._free = ranks, rank, limit, free
         self._others = ranks.ways
-        stages = sorted(ranks.plans[rank].layers.keys() & ranks.variants.keys())
-        self._pairs = [(stage, group) for stage in stages for group in range(len(ranks.variants[stage]))]
-        costs = {pair: [way.cost for way in ranks.variants[pair[0]][pair[1]]] for pair in self._pairs}
+        self._pairs = ranks.pairs[rank]
+        costs = {pair: [way.cost for way in ranks.variants[pair]] for pair in self._pairs}
         self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}
         self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
         self._tries = LEAST + WORK // max(len(ranks.profiles[rank].needs), 1)
-        self._known: dict[Key, Rank] = {}
+        self._known: dict[tuple[tuple[Pair, int], ...], Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf), {}
 
     def best(self) -> Ways:
@@ -134,30 +147,26 @@ class _Greedy:
 
     def _rank(self, ways: Ways) -> Rank:
         key = tuple(sorted(ways.items()))
-        if key in self._known:
-            return self._known[key]
+        if key not in self._known:
+            if len(self._known) >= self._tries:
+                return True, inf
+            self._known[key] = rank = self._run(ways)
+            self._best = min(self._best, (rank, ways), key=lambda each: each[0])
+        return self._known[key]
+
+    def _run(self, ways: Ways) -> Rank:
+        """Run groups in some ways, with as few offloaded as the limit asks for."""
         (exceeds, least), _ = self._best
-        if len(self._known) >= self._tries:
-            return True, inf
         longest = inf if exceeds else least  # until some ways keep the limit, no time is too long
         ranks = self._ranks
-        ranks.use({**self._others, **ways})
+        ranks.use({**self._others, **ways}, longest)
         if ranks.seconds >= longest:
-            rank: Rank = False, ranks.seconds
-        else:
-            allowed = longest * (1 + ROUNDING)
-            most, profile = ranks.seconds * (1 + self._free), ranks.profiles[self._which]
-            found = profile.within(self._limit, most, allowed)
-            if found is not None:
-                rank = False, round(found[1], 12)
-            elif exceeds:  # no ways are known that keep the limit
-                smallest = profile.smallest()
-                rank = True, float(smallest.peak_bytes)
-            else:
-                rank = True, inf
-        self._known[key] = rank
-        self._best = min(self._best, (rank, ways), key=lambda each: each[0])
-        return rank
+            return False, max(ranks.pipeline.left[self._which][0], longest)
+        profile = ranks.profiles[self._which]
+        found = profile.within(self._limit, ranks.seconds * (1 + self._free), longest * (1 + ROUNDING), few=1)
+        if found is not None:
+            return False, round(found[1], 12)
+        return True, float(profile.smallest().peak_bytes) if exceeds else inf
 
     def _steps(self) -> list[_Step]:
         """Return steps from no recomputation to the most, the cheapest bytes first."""

@@ -7,11 +7,12 @@ free and what it waits for is done.  The engine on the reference device performs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from .costs import Link, Part, Piece, StageCost, StageTimes
+from .costs import LayerCost, Link, Saved, StageCost
 from .orders import BORDERS, Computation, Step
 from .plan import Action, Do, Plan, Steps
 from .timeline import Kind, Simulation, Span, Timeline
@@ -26,6 +27,148 @@ Key = tuple[int, int]
 """Layer of the rank, and microbatch."""
 
 
+# Layers as they are run
+
+
+class Part(NamedTuple):
+    """The compute of one layer in one computation."""
+
+    gap: float
+    seconds: float
+    host: float
+    temporary: int  # bytes allocated for a time
+    gap_temporary: int
+    levels: tuple[int, int]  # bytes beside those of the rank, where it starts and where it ends
+    uses: tuple[tuple[int, float], ...]  # positions of the tensors that it saves or needs, and when, as fractions
+    at_once: bool  # it writes all before it saves any, and frees all when it ends
+    kept: int  # bytes that it keeps, or frees if negative, beside the saved ones
+    frees: bool  # what it uses
+
+
+class LayerRun:
+    """The tensors that a layer saves, and its part in each computation; none in an input backward without a split."""
+
+    def __init__(self, cost: LayerCost, saved: tuple[Saved, ...], link: Link, *, split: bool) -> None:
+        self.cost, self.saved, self.nbytes = cost, saved, cost.nbytes
+        # The copies, if there is one tensor: seconds to the host, from the start of the forward until that can start,
+        # back to the device, and by how much that must start before the backward does.
+        self.out = self.ready = self.back = self.ahead = 0.0
+        if len(saved) == 1:
+            self.out, self.ready = self.nbytes / link.d2h, saved[0].saved_at * cost.forward
+            self.back = self.nbytes / link.h2d
+            self.ahead = self.back - saved[0].needed_at * (cost.input_backward if split else cost.backward)
+        computations = (each for each in Computation if split or each is not Computation.BACKWARD_INPUT)
+        self.parts = {each: self._part(each, split and each is not Computation.BACKWARD) for each in computations}
+
+    def _part(self, computation: Computation, half: bool) -> Part:
+        """Return the part in a computation; `half` says whether it is one of a split backward, which frees nothing."""
+        cost, saved, at_once = self.cost, self.saved, self.cost.unpacks_at_once
+        if computation is Computation.FORWARD:
+            times, temporaries = (
+                (cost.gap_forward, cost.forward, cost.host_forward),
+                (cost.forward_temporary, cost.gap_forward_temporary),
+            )
+            uses = tuple((k, each.saved_at) for k, each in enumerate(saved))
+            return Part(*times, *temporaries, cost.other_bytes[:2], uses, at_once, cost.kept_bytes, frees=False)
+        times, temporaries = (
+            (cost.gap_backward, cost.backward, cost.host_backward),
+            (cost.backward_temporary, cost.gap_backward_temporary),
+        )
+        if half:
+            host = cost.host_backward * (cost.input_backward / cost.backward if cost.backward else 1.0)
+            times = cost.gap_backward, cost.input_backward, host
+            if computation is Computation.BACKWARD_WEIGHT:
+                times = 0.0, cost.weight_backward, cost.host_backward - host
+        order = range(len(saved)) if at_once else sorted(range(len(saved)), key=lambda k: (saved[k].needed_at, -k))
+        uses = tuple((k, 0.0 if at_once else saved[k].needed_at) for k in order)
+        kept = 0 if half else -cost.kept_bytes
+        return Part(*times, *temporaries, cost.other_bytes[2:], uses, at_once, kept, frees=not half)
+
+
+def merged(cost: LayerCost, link: Link, *, split: bool) -> tuple[Saved, ...]:
+    """Return one tensor in place of those of a layer: with a free queue its copies end, and are needed, as late."""
+    if not cost.saved:
+        return ()
+    out = copied = back = 0.0
+    backward = cost.input_backward if split else cost.backward
+    needed = inf  # seconds from the start of the backward
+    for each in cost.saved:
+        seconds = each.nbytes / link.d2h
+        out, copied = out + seconds, max(copied, each.saved_at * cost.forward) + seconds
+        # Those that were saved before are copied back later.
+        needed = min(needed, back + (0.0 if cost.unpacks_at_once else each.needed_at * backward))
+        back += each.nbytes / link.h2d
+    saved_at = min(max(copied - out, 0.0) / cost.forward, 1.0) if cost.forward else 1.0
+    needed_at = min(needed / backward, 1.0) if backward else 0.0
+    return (Saved(cost.nbytes, saved_at, needed_at, sum(each.tensors for each in cost.saved)),)
+
+
+class Pipeline:
+    """The ranks, given by plans of which only what they compute counts, and the costs of all stages.
+
+    If it is `exact`, each saved tensor is copied and freed alone.  Otherwise those of a layer are one.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        stages: Sequence[StageCost],
+        link: Link,
+        *,
+        host_seconds: float = 0.0,
+        exact: bool = False,
+    ) -> None:
+        self.plans, self.stages, self.link = plans, stages, link
+        self.host_seconds = host_seconds  # of the host for each tensor of an offloaded layer, in both directions
+        self._exact = exact
+        self._known = dict[tuple[int, bool], LayerRun]()  # some costs are equal
+        ran = [{step.stage for step in plan.computed} for plan in plans]
+        self.other = [sum(stages[stage].other_bytes for stage in mine) for mine in ran]
+        every = set[int]().union(*ran)
+        self.compiled = [[_compile(step, plan, every) for step in plan.computed] for plan in plans]
+        self.use([[cost for stage in plan.layers for cost in stages[stage].groups] for plan in plans])
+
+    def use(self, costs: Sequence[Sequence[LayerCost]]) -> None:
+        """Run the layers of each rank with some costs from now on."""
+        self.layers, self.left = list[list[LayerRun]](), list[list[float]]()
+        for rank, plan in enumerate(self.plans):
+            splits = [self.stages[stage].split for stage, layers in plan.layers.items() for _ in layers]
+            layers = [self.layer(cost, split) for cost, split in zip(costs[rank], splits, strict=True)]
+            self.layers.append(layers)
+            # Seconds of compute from each step on, without any waiting.
+            parts = [[layers[k].parts.get(step.computation) for k in ran] for _, _, step, ran in self.compiled[rank]]
+            seconds = (sum(part.gap + part.seconds for part in each if part is not None) for each in reversed(parts))
+            self.left.append([*accumulate(seconds, initial=0.0)][::-1])
+
+    def layer(self, cost: LayerCost, split: bool) -> LayerRun:
+        """Return a layer with some cost as it is run."""
+        key = id(cost), split
+        if key not in self._known:
+            saved = cost.saved if self._exact else merged(cost, self.link, split=split)
+            self._known[key] = LayerRun(cost, saved, self.link, split=split)
+        return self._known[key]
+
+    def run(
+        self, actions: Sequence[Steps], *, record: bool = False, note: bool = False, allowed: float = inf
+    ) -> list[RankRun]:
+        """Run every rank with its actions as far as it comes, until all have ended or one took longer than allowed.
+
+        `record` and `note` are as in `RankRun`.
+        """
+        arrivals = dict[Message, float]()
+        ranks = [
+            RankRun(self, rank, acts, record=record, note=note, allowed=allowed) for rank, acts in enumerate(actions)
+        ]
+        while sum(rank.advance(arrivals) for rank in ranks):
+            if any(rank.compute > allowed for rank in ranks):
+                return ranks
+        for number, rank in enumerate(ranks):
+            if len(rank.starts) < len(rank.steps):
+                step = rank.steps[len(rank.starts)].step
+                raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
+        return ranks
+
+
 class CompiledStep(NamedTuple):
     """A step with what is looked up for it."""
 
@@ -35,64 +178,67 @@ class CompiledStep(NamedTuple):
     layers: Sequence[int]  # as they are computed
 
 
+def _compile(step: Step, plan: Plan, stages: set[int]) -> CompiledStep:
+    forward, layers = step.computation is Computation.FORWARD, plan.layers.get(step.stage, range(0))
+    found = step, layers if forward else layers[::-1]
+    if step.computation is Computation.BACKWARD_WEIGHT:
+        return CompiledStep(None, None, *found)
+    before = step.stage - 1 if forward else step.stage + 1
+    needs = (before, forward, step.microbatch) if before in stages else None
+    return CompiledStep(needs, (step.stage, forward, step.microbatch), *found)
+
+
+# Ranks that run
+
+
 @dataclass(slots=True)
 class _Copy:
-    """A piece in the run."""
+    """A saved tensor in the run."""
 
-    piece: Piece
-    ready: float  # compute has written it, or its first tensor
-    copied: float = 0.0  # its copies on the host are complete
+    saved: Saved
+    ready: float  # compute has written it
+    copied: float = 0.0  # its copy on the host is complete
     on_device: bool = True
-    arrival: float = 0.0  # its copies back are complete
+    arrival: float = 0.0  # its copy back is complete
 
 
-@dataclass(slots=True)
 class RankRun:
-    """One rank that runs.  The clocks are seconds since the step of the schedule began."""
+    """One rank that runs, with the actions of a plan.  The clocks are seconds since the step of the schedule began.
 
-    steps: Sequence[CompiledStep]
-    times: Sequence[StageTimes]  # of all stages
-    link: Link
-    other: int  # bytes on the device beside saved tensors, without those of `Part.levels`
-    actions: Mapping[Any, tuple[Action, ...]]  # those of a plan at each event
-    host_seconds: float = 0.0  # of the host for each tensor of an offloaded group, in forward and in backward
-    label: int = 1  # what `Span.layer` is: 1 for the microbatch, 0 for the layer
-    record: bool = False  # a timeline; it takes about as long as the run
-    note: bool = False  # when each event comes, and the bytes that are needed at most until the next one
-    allowed: float = inf  # seconds; a run that takes longer is stopped
-    compute: float = 0.0
-    host: float = 0.0
-    d2h: float = 0.0
-    h2d: float = 0.0
-    bubble: float = 0.0
-    stalled: float = 0.0
-    on_demand: int = 0  # tensors that were reloaded only when backward used them
-    saved: int = 0  # bytes of saved tensors
-    saved_peak: int = 0
-    peak: int = 0
-    starts: list[float] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)  # seconds of stalls before each step
-    spans: list[Span] = field(default_factory=list)
-    resident: list[tuple[float, int]] = field(default_factory=list)
-    when: list[float] = field(default_factory=list)
-    needs: list[int] = field(default_factory=list)
-    # Memory since the latest border, which is where compute starts or ends and where something was done.
-    _at_border: int = 0  # saved bytes there
-    _other_there: int = 0
-    _highest: int = 0  # saved bytes since
-    _held: dict[Key, list[_Copy]] = field(default_factory=dict)
-    _offloading: set[Key] = field(default_factory=set)
-    _released: set[Key] = field(default_factory=set)
-    _with_gradients: set[int] = field(default_factory=set)  # stages
-    _running: tuple[Kind, int] | None = None
-    _since: float = 0.0  # when compute began, or went on after a stall
+    With `record` it records a timeline, which takes about as long as the run; with `note`, when each event comes and
+    the bytes that are needed at most until the next one.  A run that would take longer than `allowed` is stopped.
+    """
 
-    def __post_init__(self) -> None:
-        if self.steps:
-            step = self.steps[0].step
-            parts = self.times[step.stage].parts[step.computation]
-            self._other_there = self.other + (parts[0].levels[0] if parts else 0)
-        self.peak = self.other
+    def __init__(
+        self, pipeline: Pipeline, rank: int, actions: Steps, *, record: bool, note: bool, allowed: float
+    ) -> None:
+        self._pipeline, self._link, self._host_seconds = pipeline, pipeline.link, pipeline.host_seconds
+        self.steps, self._layers, self._stages = pipeline.compiled[rank], pipeline.layers[rank], pipeline.stages
+        self._actions: Mapping[Any, tuple[Action, ...]] = actions
+        self._record, self._notes = record, note
+        self._allowed, self._left = allowed, pipeline.left[rank]
+        self._label = 0 if pipeline.plans[rank].rank is None else 1  # spans name the layer, or the microbatch
+        self.compute = self._host = self._d2h = self._h2d = 0.0
+        self._bubble = self._stalled = 0.0
+        self.starts: list[float] = []
+        self._turn: tuple[float, float] | None = None  # the first backward starts, and seconds of stalls before it
+        self._on_demand = 0  # tensors that were reloaded only when backward used them
+        self._other = self.peak = pipeline.other[rank]  # bytes beside saved tensors, without those of `Part.levels`
+        self._saved = self.saved_peak = 0  # bytes of saved tensors
+        self._spans: list[Span] = []
+        self._resident: list[tuple[float, int]] = []
+        self.when: list[float] = []
+        self.needs: list[int] = []
+        # Memory since the latest border, which is where compute starts or ends and where something was done.
+        self._at_border = self._highest = 0  # saved bytes there, and at most since then
+        self._other_there = self._other
+        if self.steps and self.steps[0].layers:
+            first = self._layers[self.steps[0].layers[0]].parts.get(self.steps[0].step.computation)
+            self._other_there += first.levels[0] if first is not None else 0
+        self._held: dict[Key, list[_Copy]] = {}
+        self._offloading: set[Key] = set()
+        self._released: set[Key] = set()
+        self._with_gradients: set[int] = set()  # stages
 
     def advance(self, arrivals: dict[Message, float]) -> bool:
         """Run until a step needs what is not sent yet, or takes longer than it may; return whether one has run."""
@@ -104,69 +250,72 @@ class RankRun:
                 if arrival is None:
                     break
                 if arrival > self.compute:
-                    self.bubble += arrival - self.compute
+                    self._bubble += arrival - self.compute
                     self.compute = arrival
             self.starts.append(self.compute)
-            self.stalls.append(self.stalled)
-            self._step(step, layers, self.times[step.stage])
-            if self.compute > self.allowed:
+            self._step(step, layers)
+            if self.compute + self._left[number + 1] > self._allowed:
+                self.compute = inf
                 break
             if sends is not None:
                 arrivals[sends] = self.compute
         return len(self.starts) > begun
 
-    def _step(self, step: Step, layers: Sequence[int], times: StageTimes) -> None:
-        """Run a step group by group."""
-        actions, (stage, computation, microbatch) = self.actions, step
+    def _step(self, step: Step, layers: Sequence[int]) -> None:
+        """Run a step layer by layer."""
+        actions, (stage, computation, microbatch), cost = self._actions, step, self._stages[step.stage]
         forward, (start, end) = computation is Computation.FORWARD, BORDERS[computation]
-        parts, level = times.parts[computation], 0
+        level, gradients = 0, computation in WEIGHTS and stage not in self._with_gradients
         if forward:
-            self.other += times.cost.boundary_bytes + times.cost.output_bytes
-        first = computation in WEIGHTS and stage not in self._with_gradients
-        if first:
+            self._other += cost.boundary_bytes + cost.output_bytes
+        elif self._turn is None:
+            self._turn = self.compute, self._stalled
+        if gradients:
             self._with_gradients.add(stage)
         for position, layer in enumerate(layers):
-            part = parts[position] if parts else None
+            run = self._layers[layer]
+            part = run.parts.get(computation)
             if part is not None:
                 self.compute += part.gap
                 level = part.levels[0]
-                if part.gap_temporary or self.other + level != self._other_there:
+                if part.gap_temporary or self._other + level != self._other_there:
                     self._border(level, part.gap_temporary)
             if actions and (found := actions.get((start, layer, microbatch))):
                 self._act(found, level)
-            if self.note and (not position or computation is not Computation.BACKWARD_WEIGHT or not times.cost.split):
+            if self._notes and (not position or computation is not Computation.BACKWARD_WEIGHT or not cost.split):
                 self._note(level)
-            if part is None:  # an input backward without a split
+            if part is None:
                 continue
             if forward:
-                self._forward(part, (layer, microbatch), times.pieces[position])
+                self._forward(part, (layer, microbatch), run.saved)
             else:
-                self._backward(part, (layer, microbatch))
-            self.other += part.kept + part.gradients if first else part.kept
+                self._backward(part, (layer, microbatch), run.saved)
+            self._other += part.kept
+            if gradients:
+                self._other += run.cost.gradient_bytes
             level = part.levels[1]
             self._border(level, part.temporary)
-        if not forward and (times.cost.boundary_bytes or times.cost.split):
-            self._end_backward(computation, times)
-            self._at_border = self._highest = self.saved
-            self._other_there = self.other + level
+        if not forward and (cost.boundary_bytes or cost.split):
+            self._end_backward(computation, cost, layers)
+            self._at_border = self._highest = self._saved
+            self._other_there = self._other + level
             self._border(level)
         if layers:
             if actions and (found := actions.get((end, layers[-1], microbatch))):
                 self._act(found, level)
-            if self.note:
+            if self._notes:
                 self._note(level)
 
-    def _end_backward(self, computation: Computation, times: StageTimes) -> None:
+    def _end_backward(self, computation: Computation, cost: StageCost, layers: Sequence[int]) -> None:
         """Free what a backward frees where it ends."""
-        if computation is not Computation.BACKWARD_INPUT:
-            self.other -= times.cost.boundary_bytes
-        if not times.cost.split or computation is Computation.BACKWARD:
-            return
         if computation is Computation.BACKWARD_INPUT:
-            self.other += times.cost.between_bytes
-        else:  # a full backward frees group by group
-            self.other -= times.cost.between_bytes + sum(cost.kept_bytes for cost in times.cost.groups)
-            self._occupy(-times.cost.nbytes)
+            self._other += cost.between_bytes if cost.split else 0
+            return
+        self._other -= cost.boundary_bytes
+        if cost.split and computation is Computation.BACKWARD_WEIGHT:  # a full backward frees layer by layer
+            ran = [self._layers[layer] for layer in layers]
+            self._other -= cost.between_bytes + sum(each.cost.kept_bytes for each in ran)
+            self._occupy(-sum(each.nbytes for each in ran))
 
     # Compute
 
@@ -175,112 +324,96 @@ class RankRun:
 
         The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
         """
-        host, compute = start[1] + host_seconds, start[0] + seconds + self.stalled - start[2]
-        if host > self.host:
-            self.host = host
-        if self.host > compute:
-            compute = self.host
+        host, compute = start[1] + host_seconds, start[0] + seconds + self._stalled - start[2]
+        if host > self._host:
+            self._host = host
+        if self._host > compute:
+            compute = self._host
         if compute > self.compute:
             self.compute = compute
 
-    def _forward(self, part: Part, key: Key, pieces: tuple[Piece, ...]) -> None:
-        start = self._begin(Kind.FORWARD, key)
+    def _forward(self, part: Part, key: Key, saved: tuple[Saved, ...]) -> None:
+        start = begun, *_ = self.compute, self._host, self._stalled
         held = self._held[key] = []
         offloading = key in self._offloading
         if part.at_once:
-            self._highest = max(self._highest, self.saved + sum(piece.nbytes for piece in pieces))
-        for piece, use in zip(pieces, part.uses, strict=True):
-            self._reach(start, use.seconds, use.host)
-            copy = _Copy(piece, self.compute)
-            held.append(copy)
-            self._occupy(piece.nbytes)
+            self._highest = max(self._highest, self._saved + sum(each.nbytes for each in saved))
+        for k, at in part.uses:
+            self._reach(start, at * part.seconds, at * part.host)
+            self._occupy(saved[k].nbytes)
+            if self._actions:
+                held.append(copy := _Copy(saved[k], self.compute))
             if offloading:
-                if self.host_seconds:
-                    start = self._hook(start, piece.tensors)
+                if self._host_seconds:
+                    start = self._hook(start, saved[k].tensors)
                 self._copy_out(key, copy)
         self._reach(start, part.seconds, part.host)
-        self._end()
+        self._span(Kind.FORWARD, key, begun)
 
-    def _backward(self, part: Part, key: Key) -> None:
-        start = self._begin(Kind.BACKWARD, key)
-        held = self._held.pop(key) if part.last else self._held[key]
-        offloading, copied, in_use = key in self._offloading, 0.0, 0
+    def _backward(self, part: Part, key: Key, saved: tuple[Saved, ...]) -> None:
+        start = begun, *_ = self.compute, self._host, self._stalled
+        held, offloading, copied, in_use = self._held[key], key in self._offloading, 0.0, 0
         if offloading and key not in self._released:  # copies to the host may still read its memory
             copied = max((copy.copied for copy in held), default=0.0)
-        for use in part.uses:
+        for k, at in part.uses:
             if not part.at_once:
-                self._reach(start, use.seconds, use.host)
+                self._reach(start, at * part.seconds, at * part.host)
                 if in_use:
                     self._wait(copied, key)
                     self._occupy(-in_use)
                     in_use = 0
-            copy = held[use.piece]
             if part.frees:
-                in_use += copy.piece.nbytes
+                in_use += saved[k].nbytes
             if offloading:
-                if self.host_seconds:
-                    start = self._hook(start, copy.piece.tensors)
+                copy = held[k]
+                if self._host_seconds:
+                    start = self._hook(start, saved[k].tensors)
                 if not copy.on_device:
-                    self.on_demand += copy.piece.tensors
-                    self._occupy(copy.piece.nbytes)
+                    self._on_demand += saved[k].tensors
+                    self._occupy(saved[k].nbytes)
                     self._copy_back(key, copy)
-                self._wait(copy.arrival - use.lead, key)
+                self._wait(copy.arrival, key)
         self._reach(start, part.seconds, part.host)
         if in_use:
             self._wait(copied, key)
             self._occupy(-in_use)
-        self._end()
-
-    def _begin(self, kind: Kind, key: Key) -> tuple[float, float, float]:
-        """Begin the compute of a group; return the times of compute, host and stalls."""
-        if self.record:
-            self._running, self._since = (kind, key[self.label]), self.compute
-        return self.compute, self.host, self.stalled
+        self._span(Kind.BACKWARD, key, begun)
 
     def _hook(self, start: tuple[float, float, float], tensors: int) -> tuple[float, float, float]:
         """Let the host spend its time on saved tensors, and begin to queue this compute as much later."""
-        seconds = self.host_seconds * tensors
-        self.host += seconds
+        seconds = self._host_seconds * tensors
+        self._host += seconds
         return start[0], start[1] + seconds, start[2]
-
-    def _end(self) -> None:
-        """End the compute of a group, or of the part of it before a stall."""
-        if self._running is not None:
-            if self.compute > self._since:
-                self.spans.append(Span(*self._running, self._since, self.compute))
-            self._running = None
 
     def _wait(self, time: float, key: Key) -> None:
         """Let compute wait for a copy."""
-        start, running = self.compute, self._running
-        if time <= start:
-            return
-        self._end()
-        self.compute = self._since = time
-        self.stalled += time - start
-        if self.record:
-            self.spans.append(Span(Kind.STALL, key[self.label], start, time))
-        self._running = running
+        begun = self.compute
+        if time > begun:
+            self.compute = time
+            self._stalled += time - begun
+            self._span(Kind.STALL, key, begun)
+
+    def _span(self, kind: Kind, key: Key, begun: float) -> None:
+        """Record that compute has worked or waited since some time."""
+        if self._record and self.compute > begun:
+            self._spans.append(Span(kind, key[self._label], begun, self.compute))
 
     # Copies
 
     def _copy_out(self, key: Key, copy: _Copy) -> None:
-        """Queue copies to the host."""
-        piece = copy.piece
-        begin = max(self.d2h, copy.ready)
-        done = self.link.end(begin, piece.out, self.h2d, back=False)
-        self.d2h = copy.copied = max(done, copy.ready + piece.out_lag)
-        if self.record:
-            self.spans.append(Span(Kind.D2H, key[self.label], begin, self.d2h, piece.nbytes))
+        """Queue a copy to the host."""
+        nbytes, begin = copy.saved.nbytes, max(self._d2h, copy.ready)
+        self._d2h = copy.copied = self._link.end(begin, nbytes / self._link.d2h, self._h2d, back=False)
+        if self._record:
+            self._spans.append(Span(Kind.D2H, key[self._label], begin, self._d2h, nbytes))
 
     def _copy_back(self, key: Key, copy: _Copy) -> None:
-        """Queue copies to the device at the present time of compute."""
-        piece = copy.piece
-        begin = max(self.h2d, self.compute)
-        self.h2d = copy.arrival = self.link.end(begin, piece.back, self.d2h, back=True)
+        """Queue a copy to the device at the present time of compute."""
+        nbytes, begin = copy.saved.nbytes, max(self._h2d, self.compute)
+        self._h2d = copy.arrival = self._link.end(begin, nbytes / self._link.h2d, self._d2h, back=True)
         copy.on_device = True
-        if self.record:
-            self.spans.append(Span(Kind.H2D, key[self.label], begin, self.h2d, piece.nbytes))
+        if self._record:
+            self._spans.append(Span(Kind.H2D, key[self._label], begin, self._h2d, nbytes))
 
     # Actions
 
@@ -295,33 +428,35 @@ class RankRun:
             elif do is Do.RELEASE:
                 self._released.add(key)
                 present = [copy for copy in self._held[key] if copy.on_device]
-                self._wait(max([copy.copied for copy in present], default=0.0), key)
+                nbytes = 0
                 for copy in present:
+                    self._wait(copy.copied, key)
                     copy.on_device = False
-                self._occupy(-sum([copy.piece.nbytes for copy in present]))
+                    nbytes += copy.saved.nbytes
+                self._occupy(-nbytes)
             else:
-                absent = [copy for copy in self._held[key] if not copy.on_device]
-                self._occupy(sum([copy.piece.nbytes for copy in absent]))
-                for copy in reversed(absent):
-                    self._copy_back(key, copy)
-        if self.saved != self._at_border or self._highest != self._at_border:
+                for copy in reversed(self._held[key]):
+                    if not copy.on_device:
+                        self._occupy(copy.saved.nbytes)
+                        self._copy_back(key, copy)
+        if self._saved != self._at_border or self._highest != self._at_border:
             self._border(level)  # [guard: simulated peak of an event]
 
     # Memory
 
     def _occupy(self, nbytes: int) -> None:
         """Allocate or free the memory of saved tensors."""
-        self.saved += nbytes
-        if self.saved > self._highest:
-            self._highest = self.saved
-        if self.saved > self.saved_peak:
-            self.saved_peak = self.saved
-        if self.record and nbytes:
-            self.resident.append((self.compute, self.saved))
+        self._saved += nbytes
+        if self._saved > self._highest:
+            self._highest = self._saved
+        if self._saved > self.saved_peak:
+            self.saved_peak = self._saved
+        if self._record and nbytes:
+            self._resident.append((self.compute, self._saved))
 
     def _border(self, level: int, temporary: int = 0) -> None:
         """End a section of the step, in which so much was allocated for a time above what was there at its borders."""
-        other, saved = self.other + level, self.saved
+        other, saved = self._other + level, self._saved
         before = self._at_border
         start, end = before + self._other_there, saved + other
         need = (start if start > end else end) + temporary + self._highest - (before if before > saved else saved)
@@ -335,86 +470,21 @@ class RankRun:
 
     def _note(self, level: int) -> None:
         self.when.append(self.compute)
-        need = self.saved + self.other + level
+        need = self._saved + self._other + level
         self.needs.append(need if self.needs else max(need, self.peak))  # the gap before the first event counts there
 
     def simulation(self, baseline: float) -> Simulation:
         """Return what was recorded; without offloading the step takes `baseline` seconds."""
-        backwards = (k for k, each in enumerate(self.steps) if each.step.computation is not Computation.FORWARD)
-        turn = next(backwards, None)
-        forward_time, forward_stall = (0.0, 0.0) if turn is None else (self.starts[turn], self.stalls[turn])
+        forward_time, forward_stall = self._turn or (0.0, 0.0)
         return Simulation(
-            Timeline.build(self.spans, self.resident, source="simulated"),
+            Timeline.build(self._spans, self._resident, source="simulated"),
             step_time=self.compute,
             forward_time=forward_time,
             baseline=baseline,
             forward_stall=forward_stall,
-            backward_stall=self.stalled - forward_stall,
-            reloaded_on_demand=self.on_demand,
+            backward_stall=self._stalled - forward_stall,
+            reloaded_on_demand=self._on_demand,
             device_peak_bytes=self.peak,
-            bubble_seconds=self.bubble,
+            bubble_seconds=self._bubble,
             starts=tuple(self.starts),
         )
-
-
-class Pipeline:
-    """The ranks, given by plans of which only what they compute counts, and the costs of all stages.
-
-    If it is `exact`, as of a model, each saved tensor is copied and freed alone, and spans name the stage.  Otherwise
-    those of a group are one piece, which takes as long, and spans name the microbatch.
-    """
-
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        stages: Sequence[StageCost],
-        link: Link,
-        *,
-        host_seconds: float = 0.0,
-        exact: bool = False,
-    ) -> None:
-        self.link, self._exact, self._host_seconds = link, exact, host_seconds
-        known = {id(cost): self.stage_times(cost) for cost in {id(cost): cost for cost in stages}.values()}
-        self.times = [known[id(cost)] for cost in stages]
-        ran = [{step.stage for step in plan.computed} for plan in plans]
-        self._stages = set[int]().union(*ran)
-        self.other = [sum(stages[stage].other_bytes for stage in mine) for mine in ran]
-        self.compiled = [
-            [self._compile(step, plan.layers.get(step.stage, range(0))) for step in plan.computed] for plan in plans
-        ]
-
-    def stage_times(self, cost: StageCost) -> StageTimes:
-        """Return the times of a stage."""
-        return StageTimes(cost, self.link, exact=self._exact)
-
-    def _compile(self, step: Step, layers: range) -> CompiledStep:
-        forward = step.computation is Computation.FORWARD
-        found = step, layers if forward else layers[::-1]
-        if step.computation is Computation.BACKWARD_WEIGHT:
-            return CompiledStep(None, None, *found)
-        before = step.stage - 1 if forward else step.stage + 1
-        needs = (before, forward, step.microbatch) if before in self._stages else None
-        return CompiledStep(needs, (step.stage, forward, step.microbatch), *found)
-
-    def run(
-        self, actions: Sequence[Steps], *, record: bool = False, note: bool = False, allowed: float = inf
-    ) -> list[RankRun]:
-        """Run every rank with its actions as far as it comes, until all have ended or one took longer than allowed.
-
-        `record` and `note` are as in `RankRun`.
-        """
-        arrivals = dict[Message, float]()
-        how: dict[str, Any] = {"host_seconds": self._host_seconds, "label": 0 if self._exact else 1}
-        how |= {"record": record, "note": note, "allowed": allowed}
-        ranks = [
-            RankRun(steps, self.times, self.link, other, acts, **how)
-            for steps, other, acts in zip(self.compiled, self.other, actions, strict=True)
-        ]
-        while sum(rank.advance(arrivals) for rank in ranks):
-            if any(rank.compute > allowed for rank in ranks):
-                return ranks
-        for number, rank in enumerate(ranks):
-            if len(rank.starts) < len(rank.steps):
-                step = rank.steps[len(rank.starts)].step
-                raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
-        return ranks

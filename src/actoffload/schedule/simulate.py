@@ -40,10 +40,9 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
 
     Notes
     -----
-    The host runs ahead of the device: a copy starts as soon as its tensor is ready and its queue is free, however late
-    it is queued.  Copies in one direction run one after the other.  Backward uses the tensors of a layer in order of
-    their `Saved.needed_at`, and a tensor is freed when the next one is needed.  Compute of which the host has not yet
-    queued the work waits for it, which is no stall.
+    A copy starts as soon as its tensor is ready and those before it in the same direction have ended.  Backward uses
+    the tensors of a layer in order of `Saved.needed_at`, and frees one when it needs the next.  Compute also waits for
+    the host to queue it, which is no stall.
 
     Examples
     --------
@@ -154,21 +153,11 @@ def simulate_pipeline(
     Notes
     -----
     A forward starts when that of the previous stage has ended, a backward when that of the next stage has.  Sends take
-    no time.  What stages send that are in no order is there from the start.  Copies in one direction run one after the
-    other.  Gradients of weights are there from the first backward of their group in the step.
+    no time, and what stages in no order send is there from the start.  What a group saves is copied as one tensor.
 
-    Bytes do not depend on times, because the plan says when.  The runtime on the reference device counts them so, too:
-
-    - A saved tensor occupies its bytes from where forward saves it.
-    - A release frees all that a group saved for a microbatch, after compute has waited for the copy.
-    - A reload occupies all of it when the copies are queued.
-    - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
-      next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
-    - An input backward of a stage with a split frees nothing, because autograd keeps the graph; all is freed at the end
-      of the weight backward.
-    - At one event releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
-      last group are freed before that.
-    - `StageCost.boundary_bytes` are occupied from the start of a forward to the end of its full or weight backward.
+    Bytes do not depend on times, because the plan says when.  A release frees all that a group saved for a microbatch,
+    and a reload occupies it when the copy is queued.  A full backward frees a group where it ends; a split one frees
+    all at the end of the weight backward.  At one event releases come first, then reloads, then the group starts.
 
     Examples
     --------
@@ -209,9 +198,7 @@ def simulate_pipeline(
     without = pipeline.run([{}] * len(ranks), record=True)
     baseline = tuple(rank.simulation(rank.compute) for rank in without)
     actions: list[Steps] = [{} if plan is None else plan.steps for plan in planned]
-    if not any(actions):
-        return PipelineSimulation(baseline, baseline)
-    pairs = zip(pipeline.run(actions, record=True), without, strict=True)
+    pairs = zip(pipeline.run(actions, record=True) if any(actions) else without, without, strict=True)
     return PipelineSimulation(tuple(rank.simulation(alone.compute) for rank, alone in pairs), baseline)
 
 

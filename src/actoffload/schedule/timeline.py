@@ -162,14 +162,13 @@ class Simulation:
         return self.timeline.nbytes(Kind.H2D)
 
     def __str__(self) -> str:
-        on_demand = f"host to device, {self.reloaded_on_demand} tensors on demand"
         rows = (
             ("step", milliseconds(self.step_time, 3), f"{self.slowdown:.3f} x no offload"),
             ("forward", milliseconds(self.forward_time, 3), f"{milliseconds(self.forward_stall, 3)} stalled"),
             ("backward", milliseconds(self.backward_time, 3), f"{milliseconds(self.backward_stall, 3)} stalled"),
             ("peak", size(self.peak_bytes), "saved activations on the device"),
             ("offloaded", size(self.bytes_offloaded), "device to host"),
-            ("reloaded", size(self.bytes_reloaded), on_demand),
+            ("reloaded", size(self.bytes_reloaded), f"host to device, {self.reloaded_on_demand} tensors on demand"),
         )
         width = max(len(value) for _, value, _ in rows)
         return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)

@@ -17,7 +17,7 @@ from .._text import fold
 from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
-from ..schedule.costs import LayerCost, Link, Saved, StageCost, spread_evenly
+from ..schedule.costs import TEMPORARIES, TIMES, LayerCost, Link, Saved, StageCost, spread_evenly
 from ..schedule.orders import Computation, Order, Step
 from ..schedule.timeline import Kind
 from .meter import PASS, WHOLE, Copy, Meter, Span, StepMeter, Times, spans
@@ -32,9 +32,6 @@ It is 250 us where an H100 waits for its host, but the host's time varies: Llama
 PROBE = 2**20  # bytes of a copy that measures the link
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
-# Fields of `LayerCost`, in the order in which the parts of a group run.
-TIMES = "gap_forward", "forward", "gap_backward", "backward"
-TEMPORARIES = "gap_forward_temporary", "forward_temporary", "gap_backward_temporary", "backward_temporary"
 
 
 def measured_link(meter: Meter) -> Link | None:
