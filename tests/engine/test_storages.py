@@ -143,26 +143,38 @@ def test_empty_and_scalar_tensors_stay():
     assert context.statistics().tensors_kept[Reason.SMALL] == 4
 
 
-@pytest.mark.parametrize("cut", [2048, 2100, 3800, 4000])
-def test_what_was_not_saved_yet_is_not_taken_from_an_earlier_copy(cut):
-    """A kernel of the program's own fills a buffer bit by bit, and torch's version counter hears nothing of it."""
+PARTS = {
+    "dense": (slice(0, 32), slice(32, 64)),
+    "the second one is smaller": (slice(0, 60), slice(60, 64)),
+    "columns": ((slice(None), slice(0, 32)), (slice(None), slice(32, 64))),
+    "few columns": ((slice(None), slice(0, 8)), (slice(None), slice(16, 64))),
+    "a dense part in a gap": (slice(0, 64, 63), slice(1, 63)),
+    "a gap that is saved": (slice(1, 63), slice(0, 64, 63)),
+}
+
+
+@pytest.mark.parametrize("between", [None, 0, 1], ids=["one layer", "two layers", "a layer between"])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_was_not_saved_yet_is_not_taken_from_an_earlier_copy(name, between):
+    """A kernel of the program's own fills a buffer part by part, and torch's version counter does not count that."""
 
     def run(go):
-        buffer = torch.zeros(4096)
+        buffer, seen = torch.zeros(64, 64), list[Tensor]()
 
-        def layer(x):
-            buffer.data[:cut] = 1.0
-            x = Saves.apply(x, seen, buffer[:cut])
-            buffer.data[cut:] = 2.0
-            return Saves.apply(x, seen, buffer[cut:])
+        def fill(x, k):
+            buffer.data[PARTS[name][k]] = k + 1.0
+            return Saves.apply(x, seen, buffer[PARTS[name][k]])
 
-        seen: list[Tensor] = []
-        go([layer, torch.relu, torch.relu], torch.ones(2, requires_grad=True) * 1.0).sum().backward()
+        fills = [lambda x: fill(x, 0), lambda x: fill(x, 1)]
+        layers = [lambda x: fill(fill(x, 0), 1)] if between is None else [fills[0], *[torch.relu] * between, fills[1]]
+        layers += [torch.relu] * (6 - len(layers))
+        go(layers, torch.ones(2, requires_grad=True) * 1.0).sum().backward()
         return seen
 
-    context, sync = make(1, 3)
+    context, sync = make(4, 6)
     want = run(plain)
     got = run(lambda layers, x: forward(layers, x, context, sync))
+    assert context.statistics().tensors_offloaded, "nothing was copied"
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
 
 

@@ -61,6 +61,7 @@ INSTEAD: dict[str, str] = {
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
     "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
+    "guard: gaps of earlier copies": "self.covered = union((*self.covered, *(view.extent for view in new)))",
     "guard: wait for each device and stream": "position is not None and not waited",
     "guard: limit on the bytes held": "limit is not None and self.bytes_taken + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",

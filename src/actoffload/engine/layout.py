@@ -55,12 +55,6 @@ class View(NamedTuple):
                 step *= size
         return True
 
-    @property
-    def sparse(self) -> bool:
-        """Whether the elements cover less than half of the stretch in which they lie."""
-        start, stop = self.extent
-        return self.covered * 2 < stop - start
-
     def on(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return this view on a buffer without gaps that stands for the whole storage.
 

@@ -55,8 +55,9 @@ class SavedStorage:
     wrappers: Wrappers = ()  # the wrappers in which it was saved
     plain: View | None = None  # the layout of a storage that one saved tensor fills
     new: Sequence[View] = ()  # saved, and not looked at yet
-    copied: Sequence[Stretch] = ()  # what the host copy has
-    bytes_copied: int = 0
+    copied: Sequence[Stretch] = ()  # what the host copy has, gaps between the elements of views included
+    covered: Sequence[Stretch] = ()  # the part of it that views without gaps cover
+    bytes_copied: int = 0  # in `copied`
     ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
     copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
     _probes: Sequence[torch.Tensor] = ()
@@ -108,7 +109,7 @@ class SavedStorage:
     def prepare_copy(self, captured: bool, *, ended: bool) -> CopyOut | None:
         """Return the copy of what was saved and is not copied yet; None if there is none, or no host memory for it.
 
-        Views that cover little of their stretch wait until the layer has `ended`: others may cover the rest.
+        Views with gaps wait until the layer has `ended`: others may lie in the gaps.
         """
         if not self._probes:
             return None
@@ -119,13 +120,16 @@ class SavedStorage:
             return None
         ready, self.ready = self.ready, None
         plain, new = self.plain, self.new
-        if plain is None and not ended and any(view.sparse for view in new):
+        if plain is None and not ended and not all(view.dense for view in new):
             return None
         self.new = ()
         if plain is None:
-            stretches = missing(union(view.extent for view in new), self.copied)
+            stretches = missing(union(view.extent for view in new), self.covered)
+            # [guard: gaps of earlier copies] a kernel may write there later
+            self.covered = union((*self.covered, *(view.extent for view in new if view.dense)))
         else:
             stretches = [] if self.copied else [(0, self.nbytes)]
+            self.covered = ((0, self.nbytes),)
         if not stretches:
             return None
         host = self._host
@@ -162,8 +166,11 @@ class SavedStorage:
         counters, nbytes = self.pass_device.counters, copy.nbytes
         counters.tensors_offloaded += self.residency is Residency.DEVICE
         counters.bytes_offloaded += nbytes
-        self.bytes_copied += nbytes
-        self.copied = union((*self.copied, *copy.stretches)) if self.copied else copy.stretches
+        if self.copied:
+            self.copied = union((*self.copied, *copy.stretches))
+            self.bytes_copied = sum(stop - start for start, stop in self.copied)
+        else:
+            self.copied, self.bytes_copied = copy.stretches, nbytes
         self.residency = Residency.OFFLOADING
         # [guard: end of an earlier copy of the storage]
         self.copied_out = None  # what was behind the copies so far is not behind this one
@@ -212,8 +219,7 @@ class SavedStorage:
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
-        start, stop = view.extent
-        return any(first <= start and stop <= last for first, last in self.copied)
+        return not missing([view.extent], self.covered)
 
     def allocate(self) -> None:
         """Allocate device memory for what is on the host only; the stream of the storage is the current one."""
