@@ -62,9 +62,9 @@ class Machine:
         if self.device_bytes is not None:
             rows.append(("device memory", size(self.device_bytes)))
         if self.link is not None:
-            rows += [("device to host", _rate(self.link.d2h)), ("host to device", _rate(self.link.h2d))]
-            if self.link.both is not None:
-                rows.append(("both at once, in sum", _rate(self.link.both)))
+            rates = ("device to host", self.link.d2h), ("host to device", self.link.h2d)
+            both = ("both at once, in sum", self.link.both)
+            rows += [(name, f"{rate / 1e9:.1f} GB/s") for name, rate in (*rates, both) if rate is not None]
         if self.flops is not None:
             rows.append(("bfloat16 matrix products", f"{self.flops / 1e12:.0f} TFLOP/s"))
         if self.pin_seconds is not None:
@@ -115,6 +115,3 @@ def measure_machine() -> Machine:
         pin_seconds=pin_seconds,
     )
 
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.1f} GB/s"

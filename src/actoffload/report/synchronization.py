@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -46,20 +47,17 @@ class Synchronization:
     count: int = 1
 
     def __str__(self) -> str:
-        where = f"{self.file.removeprefix(f'{Path.cwd()}{sep}') or '<unknown>'}:{self.line} in {self.function}"
-        text = f"{where}, {_times(self.count)}"
-        return f"{text}\n    {self.code}" if self.code else text
+        file = self.file.removeprefix(f"{Path.cwd()}{sep}") or "<unknown>"
+        return f"{file}:{self.line} in {self.function}, {self.count} time{'s' * (self.count > 1)}\n    {self.code}"
 
 
 class Synchronizations(list[Synchronization]):
     """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text."""
 
     def __str__(self) -> str:
-        if not self:
-            return "No synchronization was found."
-        times = _times(sum(found.count for found in self))
-        title = f"The host waits for the GPU {times}, at {len(self)} line{'s' * (len(self) > 1)}."
-        return "\n".join([title, *map(str, self)])
+        times = sum(found.count for found in self)
+        title = f"The host waits for the GPU {times} time{'s' * (times > 1)}, at {len(self)} line{'s' * (len(self) > 1)}."
+        return "\n".join([title, *map(str, self)]) if self else "No synchronization was found."
 
 
 @contextmanager
@@ -102,21 +100,10 @@ def find_synchronizations() -> Iterator[Synchronizations]:
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:
     """Return the innermost line of the program at or above a frame, else that at which the caller's thread is."""
-    # Autograd may have a thread with library code only.
-    at = _program(frame) or _program(sys._current_frames().get(caller))
-    if at is None:
-        return Synchronization("", 0, "<unknown>", "")
-    file, line = at.f_code.co_filename, at.f_lineno
-    # The source is read now: an interactive session may replace it before the result is printed.
-    return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip())
-
-
-def _program(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the program."""
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+    for innermost in (frame, sys._current_frames().get(caller)):  # autograd may have a thread with library code only
+        for at, line in traceback.walk_stack(innermost) if innermost is not None else ():
+            file = at.f_code.co_filename
+            if not is_library(file):
+                # The source is read now: an interactive session may replace it before the result is printed.
+                return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip())
+    return Synchronization("", 0, "<unknown>", "")
