@@ -71,22 +71,23 @@ def check_kinds(kind: type, *, optional: bool = False, **arguments: Any) -> None
 
 def number_of_bytes(name: str, value: Any, *, optional: bool = False) -> Any:
     """Return bytes that are given as a whole number or as text such as "24GiB"; None if `optional`."""
-    nbytes = _bytes_of(value) if isinstance(value, str) else value
-    if nbytes is None and optional and value is None:
+    if optional and value is None:
         return None
+    nbytes = _bytes_of(value)
     expected = "expected a number of bytes, or text such as '24GiB'" + ", or None for no limit" * optional
-    if not isinstance(value, str) and (isinstance(value, bool) or not isinstance(value, Integral)):
+    if nbytes is None:
         raise TypeError(f"{name} is {value!r}; {expected}.")
-    if nbytes is None or not 0 <= nbytes <= LARGEST:
-        raise ValueError(f"{name} is {value!r}; {expected}{', below 2**63' * (nbytes is not None and nbytes > 0)}.")
-    return int(nbytes)
+    if not 0 <= nbytes <= LARGEST:
+        raise ValueError(f"{name} is {value!r}; {expected}{', below 2**63' * (nbytes > LARGEST)}.")
+    return nbytes
 
 
-def _bytes_of(text: str) -> int | None:
-    """Return the bytes that a text such as "24GiB" stands for, or None."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", text, re.IGNORECASE)
-    nbytes = 0.0 if found is None else float(found[1]) * UNITS[found[2].lower()]
-    return None if found is None else LARGEST + 1 if nbytes > LARGEST else round(nbytes)
+def _bytes_of(value: object) -> int | None:
+    """Return a whole number, or the bytes that a text such as "24GiB" stands for, -1 for others; else None."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", value, re.IGNORECASE)
+        return -1 if found is None else round(min(float(found[1]) * UNITS[found[2].lower()], 2.0 * LARGEST))
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def check_fraction(fraction: object) -> None:
@@ -123,17 +124,16 @@ def checked_limits(
 
 def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known."""
-    expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
-    if isinstance(budget, str):
-        nbytes, least = _bytes_of(budget) or 0, 1
-    elif isinstance(budget, bool) or not isinstance(budget, Real):
-        raise TypeError(f"memory_budget is {budget!r}; {expected}.")
-    elif not isinstance(budget, Integral) and 0.0 < float(budget) <= 1.0:
-        return None if device_bytes is None else int(float(budget) * device_bytes)
+    if isinstance(budget, Real) and not isinstance(budget, (bool, Integral)):
+        if 0.0 < float(budget) <= 1.0:
+            return None if device_bytes is None else int(float(budget) * device_bytes)
+        nbytes: int | None = int(float(budget)) if float(budget).is_integer() else 0  # such as 24e9
     else:
-        whole: Any = budget // 1
-        nbytes, least = int(whole) if budget == whole else 0, SMALLEST  # also 24e9
-    if not least <= nbytes <= LARGEST:
+        nbytes = _bytes_of(budget)
+    expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
+    if nbytes is None:
+        raise TypeError(f"memory_budget is {budget!r}; {expected}.")
+    if not (1 if isinstance(budget, str) else SMALLEST) <= nbytes <= LARGEST:
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
 

@@ -79,8 +79,8 @@ def test_without_groups_and_without_r():
     shown = lines(str(RankReports((Report(), Report(host_bytes=MIB)), (0, 1))))
     assert shown == [
         ["rank", "offload", "offloaded", "not offloaded", "freed", "at the peak", "host memory"],
-        ["0", "0 of 0", "-", "-", "-", "-", "-"],
-        ["1", "0 of 0", "-", "-", "-", "-", "1.0 MiB"],
+        ["0", "no", "-", "-", "-", "-", "-"],
+        ["1", "no", "-", "-", "-", "-", "1.0 MiB"],
         ["total", "-", "-", "1.0 MiB"],
     ]
 

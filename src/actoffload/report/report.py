@@ -281,7 +281,7 @@ def _groups_table(report: Report) -> Table:
         cells = (cell for title, cell in _cells([group]).items() if title not in TIMES)
         return numberless(group.name), round((group.stall_seconds or 0.0) * 1e4), *cells
 
-    groups, sums = report.groups, _cells([report.totals]) | {"offload": _offloaded_share(report)}
+    groups, sums = report.groups, _cells([report.totals])
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     wanted = {"kind": kinds, "calls": calls, **dict.fromkeys(TIMES, report.times)}
     shown = [title for title, cell in sums.items() if cell != "-" and wanted.get(title, True)]
@@ -294,11 +294,6 @@ def _groups_table(report: Report) -> Table:
     passes = f"Times are sums over the {report.step_passes} forward passes of the recorded step; bytes are of the last."
     note = passes if report.step_passes > 1 else ""
     return Table(("group", *shown), tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
-
-
-def _offloaded_share(report: Report) -> str:
-    """Return how many of the groups that ran the plan offloads; a group that is called twice counts twice."""
-    return f"{report.totals.calls_offloaded} of {report.totals.calls}"
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -419,7 +414,10 @@ class RankReports:
         titles = list(dict.fromkeys(title for cells in found for title in cells))
         columns = {title: [cells[title] for cells in found if title in cells] for title in titles}
         sums = {title: sum(column) for title, column in columns.items() if not isinstance(column[0], str)}
-        *lines, total = [tuple(_text(cells.get(title, "")) for title in titles) for cells in (*found, sums)]
+        *lines, total = [
+            tuple(cell if isinstance(cell := cells.get(title, ""), str) else size_or_dash(cell) for title in titles)
+            for cells in (*found, sums)
+        ]
         table = []
         for same in fold(zip(map(str, self.ranks), lines, strict=True), lambda row: row[1]):
             table.append((line_name([rank for rank, _ in same], "ranks"), *same[0][1]))
@@ -428,15 +426,11 @@ class RankReports:
         return str(Table(("rank", *titles), tuple(table), left=2, sums=several))
 
 
-def _text(cell: int | str) -> str:
-    return cell if isinstance(cell, str) else size_or_dash(cell)
-
-
 def _rank_cells(report: Report) -> dict[str, Any]:
     """Return the cells of one rank by the title of the column; numbers are bytes, which are added up."""
     totals = report.totals
     return {
-        "offload": _offloaded_share(report),
+        "offload": _cells([totals])["offload"],
         "offloaded": totals.bytes_offloaded,
         "not offloaded": max(0, report.activation_bytes - totals.bytes_recomputed - totals.bytes_offloaded),
         "freed": "-" if report.r is None else percent(report.r, 2),

@@ -55,8 +55,8 @@ class Synchronizations(list[Synchronization]):
     """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text."""
 
     def __str__(self) -> str:
-        times = sum(found.count for found in self)
-        title = f"The host waits for the GPU {times} time{'s' * (times > 1)}, at {len(self)} line{'s' * (len(self) > 1)}."
+        times, lines = sum(found.count for found in self), len(self)
+        title = f"The host waits for the GPU {times} time{'s' * (times > 1)}, at {lines} line{'s' * (lines > 1)}."
         return "\n".join([title, *map(str, self)]) if self else "No synchronization was found."
 
 
