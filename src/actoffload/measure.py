@@ -49,15 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device and the versions of a measurement.
-
-    Parameters
-    ----------
-    name, driver, torch, python : str
-        Name of the accelerator, or ``"reference device (CPU)"``, and versions; no driver has an empty one.
-    reference : bool
-        True without an accelerator: bytes are exact then, times say nothing about a GPU.
-    """
+    """The device and the versions of a measurement; `reference` is True without an accelerator."""
 
     name: str
     reference: bool
@@ -85,12 +77,8 @@ def describe_device() -> DeviceInfo:
 class MemoryMeter:
     """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
 
-    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Largest number of bytes in use; set at the end of the block.
+    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.  The peak
+    is `peak_bytes`, set at the end of the block.
     """
 
     def __init__(self) -> None:
@@ -253,15 +241,7 @@ def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Peak of device memory and time of one kind of step.
-
-    Parameters
-    ----------
-    peak_bytes : int
-        Peak of device memory while one step runs, in bytes.
-    seconds : float
-        Median time of a step; not measured and 0.0 on the reference device.
-    """
+    """Peak of device memory in one step, and its median time, which is 0.0 on the reference device."""
 
     peak_bytes: int
     seconds: float
@@ -273,10 +253,8 @@ class Measurements:
 
     Parameters
     ----------
-    device : DeviceInfo
-        Device of the measurement.
-    steps : mapping of str to Measurement
-        Steps by name; the first one is what the others are compared with.
+    device, steps : DeviceInfo, mapping of str to Measurement
+        The device; steps by name, of which the first is what the others are compared with.
     bytes_offloaded : int or None
         Bytes that the last of them offloads; None if that was not counted.
     """

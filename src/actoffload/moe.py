@@ -387,6 +387,9 @@ class _GroupedMLP(torch.autograd.Function):
 class GroupedMLP(torch.nn.Module):
     """The experts of a mixture-of-experts layer: a module around `grouped_mlp`.
 
+    Its parameters are `fc1_weight`, [num_experts, ffn_size or 2 * ffn_size, hidden_size], and `fc2_weight`,
+    [num_experts, hidden_size, ffn_size].
+
     Parameters
     ----------
     num_experts, hidden_size, ffn_size : int
@@ -395,13 +398,6 @@ class GroupedMLP(torch.nn.Module):
         As in `grouped_mlp`; the latter may be changed between steps.
     device, dtype
         Of the weights.
-
-    Attributes
-    ----------
-    fc1_weight : torch.nn.Parameter
-        [num_experts, ffn_size or 2 * ffn_size, hidden_size].
-    fc2_weight : torch.nn.Parameter
-        [num_experts, hidden_size, ffn_size].
 
     Examples
     --------

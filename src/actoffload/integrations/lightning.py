@@ -31,12 +31,7 @@ class LightningOffloadCallback(FitCallback, Callback):  # type: ignore[misc]
         training step has to call ``self(...)`` then: a training step that calls its children is offloaded, but not
         timed, and the report says so.
     report_at, log, arguments
-        As in `OffloadCallback`; `report_at` counts batches from the start of ``fit()``.
-
-    Attributes
-    ----------
-    handle, report
-        As in `OffloadCallback`, of the latest fit.
+        As in `OffloadCallback`, whose attributes it has; `report_at` counts batches from the start of ``fit()``.
     """
 
     def __init__(

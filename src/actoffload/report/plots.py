@@ -152,14 +152,7 @@ def add_legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
 class Frontier:
     """The plans that are worth having: each is expected to be faster than all with a smaller peak.
 
-    ``print`` gives a table.
-
-    Parameters
-    ----------
-    plans : tuple of Plan
-        From the smallest peak on.
-    present : Plan
-        The plan that is used.
+    `plans` are in the order of their peaks, `present` is the plan that is used; ``print`` gives a table.
     """
 
     plans: tuple[Plan, ...]

@@ -180,10 +180,7 @@ class Report:
 
     @property
     def r(self) -> float | None:
-        """Fraction `dropped_bytes` / `expected_bytes`; None if unknown or if nothing should be freed.
-
-        It is what was freed when the forward ended, where the peak lies unless backward needs more.
-        """
+        """Fraction `dropped_bytes` / `expected_bytes` at the end of the forward; None if nothing should be freed."""
         drop = self.dropped_bytes
         return None if drop is None or not self.expected_bytes else drop / self.expected_bytes
 
@@ -359,13 +356,6 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     group : torch.distributed.ProcessGroup or None
         The ranks that take part; all by default.  With NCCL each must have called ``torch.cuda.set_device`` with a
         device of its own.
-
-    Raises
-    ------
-    TypeError
-        In every rank, if any rank passed something other than a report.
-    ValueError
-        If this rank is not in `group`.
     """
     given: Any = report if isinstance(report, Report) else type(report).__name__
     ranks, gathered = [0], [given]
@@ -389,10 +379,7 @@ class RankReports:
     Ranks with the same numbers share a line.  The last columns have the bytes that are offloaded from all groups of a
     kind, whose names differ in numbers only; they are empty if the rank has no such groups.
 
-    Parameters
-    ----------
-    reports, ranks : tuple of Report, tuple of int
-        One for each rank, in the order of their process group; their global ranks.
+    `reports` are in the order of the process group, with global `ranks`.
     """
 
     reports: tuple[Report, ...]

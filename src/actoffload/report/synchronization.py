@@ -66,11 +66,6 @@ def find_synchronizations() -> Iterator[Synchronizations]:
 
     They are those of the warnings of `torch.cuda.set_sync_debug_mode`.  The debug mode and the warning filters are
     restored at the end of the block.  They belong to the process, so only one block may run at a time.
-
-    Raises
-    ------
-    RuntimeError
-        If CUDA is not available.
     """
     if not torch.cuda.is_available():
         needs = "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode"
