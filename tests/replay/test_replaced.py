@@ -13,7 +13,6 @@ from recomputing import WIDTH, Net, batch, check, ways
 from torch import nn
 from torch.func import functional_call
 
-from actoffload.model.replays import Attributes
 from actoffload.replay.tracer import Tracer
 
 STEPS = 6
@@ -176,17 +175,6 @@ def test_values_that_change_from_step_to_step(name, argument):
         return model(batch(k)).square().sum()
 
     check(lambda: Model(Reads), each_step(loss, STEPS))
-
-
-def test_attributes_do_not_hold_once_a_function_is_freed():
-    module = Scaled()
-    module.function = lambda value: value
-    attributes = Attributes(module)
-    assert attributes.holds
-    vars(module)["function"] = None
-    module.function = before = lambda value: value
-    assert not attributes.holds
-    assert before is module.function
 
 
 def test_weights_that_were_replaced_are_freed():

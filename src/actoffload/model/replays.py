@@ -10,11 +10,10 @@ from __future__ import annotations
 import weakref
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from itertools import chain
 from math import inf
 from numbers import Number
 from operator import attrgetter, is_
@@ -29,7 +28,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from .._text import fold, fold_names
-from .._torch.modules import is_compiled, opaque, registered
+from .._torch.modules import Follower, is_compiled, opaque, registered
 from .._torch.tensors import (
     NO_BACKWARD,
     address,
@@ -246,7 +245,6 @@ LARGEST = 1024  # elements of an array of NumPy that is compared
 _INTERNAL = frozenset(vars(Module())) - {"training"}
 
 _needs_gradient = attrgetter("requires_grad")
-_Names: TypeAlias = tuple[list[str], list[Any], list[str]]  # of the module itself; dictionaries, and a name in each
 
 
 class Attributes:
@@ -258,24 +256,25 @@ class Attributes:
         modules = self.modules
         self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
         self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
+        own, inside = _attributes(module), [_attributes(inner) for inner in self._inside]
+        settings = {
+            id(found): found for each in (own, *inside) for value in each.values() if (found := _settings_in(value))
+        }
+        tables: list[Any] = [table for inner in modules for table in registered(inner)]
+        tables += [table for inner in modules for table in (inner._forward_pre_hooks, inner._forward_hooks)]
         # Looked up in each call, so without a loop in Python: LoRA has 80 modules in a block.
-        inside, tables = list(map(vars, self._inside)), [table for inner in modules for table in registered(inner)]
-        own = vars(module)
-        values = [value for each in (own, *inside) for name, value in each.items() if name not in _INTERNAL]
-        settings = {id(found): found for value in values if (found := _settings_in(value)) is not None}
-        self._plain = _names(own, [*inside, *settings.values()], _is_plain)
-        self._objects = _names(own, inside, lambda value: _is_function(value) or _settings_in(value) is not None)
-        self._registered = _names({}, tables, lambda value: True)
-        hooks = [each for inner in modules for each in (inner._forward_pre_hooks, inner._forward_hooks)]
-        self._sized: list[Sized] = [*inside, *tables, *hooks]
-        self._contents: list[Iterable[Any]] = [each for each in hooks if each]
-        self._contents += [value for value in values if type(value) is list and _is_plain(value)]
+        self._own = list(own)
+        places: list[tuple[Any, str]] = [
+            (vars(inner), name) for inner, names in zip(self._inside, inside, strict=True) for name in names
+        ]
+        places += [(each, name) for each in settings.values() for name, value in each.items() if _is_plain(value)]
+        places += [(table, name) for table in tables for name in table]
+        self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
+        self._sized: list[Sized] = [*map(vars, self._inside), *tables]
+        self._lists = [value for each in (own, *inside) for value in each.values() if type(value) is list]
         self._weights = list(module.parameters())
-        self._values, self._now = list(self._find(self._plain)), self._look()
-        # Another object may have the place in memory of one that is freed.
-        self._freed: list[Any] = []
-        referred = chain(self._find(self._objects), self._find(self._registered))
-        self._references = [_reference(each, self._freed.append) for each in referred]
+        self._values, self._now = self._find(), self._look()
+        self._members = [member for inner in modules for table in registered(inner) for member in table.values()]
 
     @property
     def modules(self) -> list[Module]:
@@ -284,39 +283,37 @@ class Attributes:
         assert root is not None
         return [root, *self._inside]
 
-    def _find(self, names: _Names) -> Iterable[Any]:
-        """Return what has some names, as it is now."""
-        own, holders, others = names
-        return chain(map(vars(self._root()).get, own), map(dict.get, holders, others))
+    def _find(self) -> list[Any]:
+        return [*map(vars(self._root()).get, self._own), *map(dict.get, self._holders, self._names)]
 
     def _look(self) -> tuple[list[Any], ...]:
-        return (
-            list(map(id, self._find(self._registered))),
-            list(map(id, self._find(self._objects))),
-            [len(vars(self._root())), *map(len, self._sized)],
-            list(map(tuple, self._contents)),
-            list(map(_needs_gradient, self._weights)),
-        )
+        sizes = [len(vars(self._root())), *map(len, self._sized)]
+        return sizes, list(map(tuple, self._lists)), list(map(_needs_gradient, self._weights))
 
     @property
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        if self._freed:  # [guard: functions at the place of one that is freed]
-            return False
-        now, before = list(self._find(self._plain)), self._values  # of which 0.0 and -0.0 are equal, as 1 and True are
-        same = all(map(is_, now, before)) or _describe(now, [], {}) == _describe(before, [], {})
+        now, before = self._find(), self._values
+        same = all(map(is_, now, before)) or all(map(_is_equal, now, before))
         return same and self._look() == self._now
 
     def has_members_of(self, other: Attributes) -> bool:
         """Return whether it has the same modules, weights and buffers; otherwise it keeps those of others alive."""
-        return not self._freed and self._now[0] == other._now[0]
+        return list(map(id, self._members)) == list(map(id, other._members))
 
 
-def _names(own: dict[str, Any], dicts: Sequence[Any], chosen: Callable[[Any], bool]) -> _Names:
-    """Return the names of chosen values in one dictionary, and for those in others the dictionary and each name."""
-    ours, *theirs = ([name for name in each if name not in _INTERNAL and chosen(each[name])] for each in (own, *dicts))
-    holders = [each for each, names in zip(dicts, theirs, strict=True) for _ in names]
-    return ours, holders, list(chain(*theirs))
+def _attributes(module: Module) -> dict[str, Any]:
+    """Return the attributes of a module on which its call may depend: plain ones, functions and settings."""
+    found = ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
+    theirs = ((name, value) for name, value in found if not isinstance(getattr(value, "__self__", None), Follower))
+    return {name: value for name, value in theirs if _is_plain(value) or _is_function(value) or _settings_in(value)}
+
+
+def _is_equal(now: Any, before: Any) -> bool:
+    """Return whether an attribute is the same, or as plain as before and of the same bits, as 0.0 and -0.0 are not."""
+    return now is before or (
+        _is_plain(now) and _is_plain(before) and _describe(now, [], {}) == _describe(before, [], {})
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -347,10 +344,10 @@ def _settings_in(attribute: Any) -> dict[str, Any] | None:
     return found if any(map(_is_plain, found.values())) else None
 
 
-def _reference(value: Any, freed: Callable[[Any], object] | None = None) -> Any:
+def _reference(value: Any) -> Any:
     """Return a weak reference to a value, or the value if there are none to its kind."""
     try:
-        return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value, freed)
+        return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value)
     except TypeError:
         return value
 
