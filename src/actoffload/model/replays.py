@@ -159,7 +159,7 @@ class Replays:
             following.kind = kind
             return following
         tracer = Tracer(module, tensors, policy, lambda: current_stream(self._backend))
-        call = TracedCall(tracer, policy, self._min_bytes, *common, timer=timer)
+        call = TracedCall(tracer, policy, self._min_bytes, timer, *common)
         call.kind = kind
         tracer.begin()
         return call

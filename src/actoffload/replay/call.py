@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -29,6 +29,7 @@ from .._torch.tensors import (
     address,
     after_backward,
     backward_id,
+    current_dispatch_mode,
     is_freed,
     keeps_graph,
     leaves,
@@ -37,12 +38,9 @@ from .._torch.tensors import (
 from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
 from .program import WHOLE, Drop, ExpectedTensor, Program, Where, copy_of, on_value, run
-from .proof import Alarm, below_everything, bits_at, prove, rise
+from .proof import Alarm, below_everything, prove, rise, sample
 from .trace import PLAIN, UNKNOWN, Node, RngPosition, Trace, Weight
 from .tracer import Tracer
-
-Timer: TypeAlias = Callable[[Program, dict[int, Tensor], RngPosition | None], object]
-"""Times the operators of a program, given its sources and the beginning of its call."""
 
 
 class Slot:
@@ -51,9 +49,8 @@ class Slot:
     __slots__ = ("__weakref__", "call", "number", "saved", "tensor", "version")
 
     def __init__(self, call: Call, number: int, tensor: Tensor) -> None:
-        self.call, self.number = call, number
+        self.call, self.number, self.version = call, number, version_of(tensor)
         self.tensor: Tensor | None = tensor  # itself, not an alias: the call takes it out again before it ends
-        self.version = version_of(tensor)
         self.saved: Any = None
 
     def keep_edited(self) -> bool:
@@ -258,9 +255,8 @@ class FollowingCall(Call):
 
     def __init__(self, program: Program, *common: Any, compares_all: bool = False) -> None:
         super().__init__(*common)
-        self.program, self._drops_at, self._compares_all = program, program.drops_at, compares_all
-        self._expected: Sequence[ExpectedTensor | None] = program.expected  # none once something differs
-        self._first: dict[int, int] = {}  # by dropped value: the address of its first saved tensor
+        self.program, self._compares_all = program, compares_all
+        self._expected: Sequence[ExpectedTensor] = program.expected  # none once something differs
         if program.redraws:
             self._beginning = RngPosition.read()
         # The program may put other weights in their places, then or before backward.
@@ -272,78 +268,75 @@ class FollowingCall(Call):
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd holds for a tensor that it saves; the pack hook."""
-        number, every = len(self._slots), self._expected
-        if number >= len(every):
+        slots = self._slots
+        number, slot = len(slots), None
+        if number >= len(self._expected):
             self.agrees = False  # [guard: calls that save more]
             return self._packer.pack(tensor)
-        expected, slot = every[number], None
-        if expected is None:
+        dtype, size, stride, offset, value, first, is_source, place, drop = self._expected[number]
+        if dtype is None:
             saved: Any = self._packer.pack(tensor)
+        elif (  # [guard: saved tensors of another size]
+            tensor.dtype is not dtype
+            or tensor.size() != size
+            or tensor.stride() != stride
+            or (offset >= 0 and tensor.storage_offset() != offset)  # [guard: saved tensors that lie elsewhere]
+            or (first >= 0 and not _share(slots[first], tensor))
+        ):
+            return self._differ(tensor)
+        elif offset >= 0:
+            saved = slot = Slot(self, number, tensor)
+        elif place >= 0 and tensor is self._inputs[place]:
+            saved = self._held[value]
         else:
-            dtype, size, stride, offset, value, is_dropped, is_shared, is_source, place = expected
-            if (  # [guard: saved tensors of another size]
-                tensor.dtype is not dtype
-                or tensor.size() != size
-                or tensor.stride() != stride
-                or (is_dropped and tensor.storage_offset() != offset)  # [guard: saved tensors that lie elsewhere]
-                or (is_shared and not self._shares(value, tensor))
-            ):
-                self._expected, self.agrees = (), False
-                return self._packer.pack(tensor)
-            if is_dropped:
-                saved = slot = Slot(self, number, tensor)
-            elif place >= 0 and tensor is self._inputs[place]:
-                saved = self._held[value]
-            else:
-                saved = self._packer.pack(tensor)
-                if is_source:
-                    self._held[value] = saved
-                    if self.program.trace.entries[number].by_function:
-                        slot = Slot(self, number, tensor)
-                        slot.saved, slot.tensor = saved, None
-                        saved = slot
-        self._slots.append(slot)
-        if number in self._drops_at:
-            if self._drew_as_traced(self.program.trace.entries[number].drawn):
-                self._drop(self._drops_at[number])
-            else:
-                self._expected, self.agrees = (), False
+            saved = self._packer.pack(tensor)
+            if is_source:
+                self._held[value] = saved
+                if self.program.trace.entries[number].by_function:
+                    slot = Slot(self, number, tensor)
+                    slot.saved, slot.tensor = saved, None
+                    saved = slot
+        slots.append(slot)
+        if drop is not None and not self._drop(drop):
+            self._expected, self.agrees = (), False
         return saved
 
     opaque(pack)
 
-    def _drew_as_traced(self, count: int) -> bool:
-        """Return whether the call has drawn `count` random numbers, as the traced one; True if none is drawn again."""
-        beginning = self._beginning
-        # [guard: calls that draw more random numbers -> True]
-        return not self.program.redraws or (beginning is not None and beginning.count_drawn() == count)
-
-    def _shares(self, value: int, tensor: Tensor) -> bool:
-        """Return whether a tensor lies on the storage on which the first one of a dropped value lies."""
-        place = address(tensor.untyped_storage())
-        return self._first.setdefault(value, place) == place
+    def _differ(self, tensor: Tensor) -> Any:
+        self._expected, self.agrees = (), False
+        return self._packer.pack(tensor)
 
     def finish(self, outputs: Any) -> None:
         """End a call that has returned `outputs`: drop what can be made again, or give it to the engine."""
         complete = self.agrees and len(self._slots) == len(self._expected)  # calls that save less
-        self.agrees = complete and self._drew_as_traced(self.program.trace.drawn)
+        self.agrees = complete and self._drop(self.program.last_drop)
         if self.agrees:
-            self._drop(self.program.last_drop)
             self._end()
         else:
             self.give_up()
 
-    def _drop(self, drop: Drop) -> None:
-        """Empty slots, and leave samples of what they hold."""
-        slots, samples = self._slots, drop.sums if self._compares_all else drop.samples
+    def _drop(self, drop: Drop) -> bool:
+        """Empty slots, and leave samples of what they hold; return False if the call drew other random numbers."""
+        beginning, slots = self._beginning, self._slots
+        if self.program.redraws and (beginning is None or beginning.count_drawn() != drop.drawn):
+            return False  # [guard: calls that draw more random numbers]
         self._note_weights()
-        with below_everything if samples else nullcontext():  # dispatch modes count what is made
-            for number, value, where in samples:
+        compared = drop.sums if self._compares_all else drop.samples
+        # Dispatch modes count what is made.
+        with nullcontext() if current_dispatch_mode() is None else below_everything:
+            for number, value, where in compared:
                 slot = slots[number]
                 if slot is not None and slot.tensor is not None and not (slot.keep_edited() or is_freed(slot.tensor)):
-                    bits = bits_at(slot.tensor, where)
-                    self._samples[value] = where, bits if where.summed else bits.clone()
+                    self._samples[value] = where, sample(slot.tensor, where)
         self._drop_slots([slots[number] for number in drop.entries])
+        return True
+
+
+def _share(slot: Slot | None, tensor: Tensor) -> bool:
+    """Return whether a tensor lies on the storage of the one in a slot."""
+    other = None if slot is None else slot.tensor
+    return other is not None and address(other.untyped_storage()) == address(tensor.untyped_storage())
 
 
 class TracedCall(Call):
@@ -352,7 +345,7 @@ class TracedCall(Call):
     proven_bytes = 0
     _tracer: Any
 
-    def __init__(self, tracer: Tracer, policy: Policy, min_bytes: int, *common: Any, timer: Timer | None) -> None:
+    def __init__(self, tracer: Tracer, policy: Policy, min_bytes: int, timer: Any, *common: Any) -> None:
         super().__init__(*common)
         self._tracer, self._policy, self._min_bytes, self._timer = tracer, policy, min_bytes, timer
 

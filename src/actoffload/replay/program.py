@@ -50,15 +50,15 @@ class _Read(NamedTuple):
 class ExpectedTensor(NamedTuple):
     """What the pack hook compares a saved tensor with, and what it does with it."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: nothing is known of it
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # in elements
+    offset: int  # in elements; -1 if it is not dropped
     value: int
-    is_dropped: bool
-    is_shared: bool  # among several dropped tensors of the value
+    first: int  # the entry that is dropped with it and lies on the same storage, or -1
     is_source: bool  # taken from here
     place: int  # of the argument of the call that this is, among the tensors; -1 if it is none
+    drop: Drop | None  # what is dropped behind it
 
 
 class Step(NamedTuple):
@@ -75,9 +75,7 @@ class Step(NamedTuple):
 class Where(NamedTuple):
     """Which bits of a value are compared: some at equal distances, or all of them, in a sum."""
 
-    number: int  # of elements
-    step: int
-    offset: int
+    layout: tuple[tuple[int], tuple[int], int]  # size, stride and offset, in elements of the value
     bits: torch.dtype
     summed: bool
 
@@ -88,6 +86,7 @@ class Drop(NamedTuple):
     entries: list[int]
     samples: list[tuple[int, int, Where]]
     sums: list[tuple[int, int, Where]]  # of all values
+    drawn: int  # random numbers of the call before
 
 
 Line: TypeAlias = tuple[Step, list[int], list[int]]
@@ -142,9 +141,9 @@ def _where(view: View, *, summed: bool) -> Where | None:
     if summed:
         # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
         count = elements * itemsize // 8 * 8 // itemsize
-        return Where(count, 1, start // itemsize, torch.int64, summed) if count else None
+        return Where(((count,), (1,), start // itemsize), torch.int64, summed) if count else None
     step = max(elements // ELEMENTS, 1)
-    return Where(min(elements, ELEMENTS), step, start // itemsize, INTEGERS[itemsize], summed)
+    return Where(((min(elements, ELEMENTS),), (step,), start // itemsize), INTEGERS[itemsize], summed)
 
 
 class Program:
@@ -180,13 +179,13 @@ class Program:
             if entry.value in self.dropped:
                 self.reads[number] = _read(entry.value, entry.view, stands[entry.value])  # type: ignore[arg-type,assignment]
                 self.parts.setdefault(entry.segment, []).append(number)
-        self.expected = [self._expect(number, entry) for number, entry in enumerate(trace.entries)]  # None: unknown
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
         self.held = self._find_held()  # see [Note: parts]
         # Nothing else is made from the values of which samples are compared.
         ends = sorted(self.dropped.difference(used), key=lambda value: (-trace.values[value].nbytes, value))
         self._sampled = frozenset(ends[:SAMPLED])
-        self.drops_at, self.last_drop = self._plan_drops()
+        drops, self.last_drop = self._plan_drops()
+        self.expected = [self._expect(number, entry, drops.get(number)) for number, entry in enumerate(trace.entries)]
         self._fills: dict[tuple[int, frozenset[int], frozenset[int]], Fill] = {}
 
     # What is dropped
@@ -232,22 +231,16 @@ class Program:
         # Without the Python frame of `torch.ops`.
         return Step(node, getattr(node.operator, "_op", node.operator), args, kwargs, places, made)
 
-    def _expect(self, number: int, entry: Entry) -> ExpectedTensor | None:
+    def _expect(self, number: int, entry: Entry, drop: Drop | None) -> ExpectedTensor:
         view, value = entry.view, entry.value
         if view is None:
-            return None
+            return ExpectedTensor(None, torch.Size(), (), -1, value, -1, False, -1, drop)
+        is_dropped, is_source = value in self.dropped, self.kept.get(value) == number
         same = value in self.inputs and view == self.trace.values[value].view and not entry.by_function
-        return ExpectedTensor(
-            view.dtype,
-            view.size,
-            view.stride,
-            view.offset // view.dtype.itemsize,
-            value,
-            is_dropped=value in self.dropped,
-            is_shared=value in self.dropped and len(self.saves[value]) > 1,
-            is_source=self.kept.get(value) == number,
-            place=self.inputs[value] if same else -1,
-        )
+        offset = view.offset // view.dtype.itemsize if is_dropped else -1
+        first = self.saves[value][0] if is_dropped and self.saves[value][0] != number else -1
+        place = self.inputs[value] if same else -1
+        return ExpectedTensor(view.dtype, view.size, view.stride, offset, value, first, is_source, place, drop)
 
     # Parts
 
@@ -316,7 +309,7 @@ class Program:
             present = fill.held
         return found
 
-    def _drop(self, values: Collection[int]) -> Drop:
+    def _drop(self, values: Collection[int], drawn: int) -> Drop:
         entries = sorted(number for value in values for number in self.saves[value])
         samples: list[tuple[int, int, Where]] = []
         sums: list[tuple[int, int, Where]] = []
@@ -329,7 +322,7 @@ class Program:
                 samples.append((number, value, bits))
             if bits := _where(view, summed=True):
                 sums.append((number, value, bits))
-        return Drop(entries, samples, sums)
+        return Drop(entries, samples, sums, drawn)
 
     def _plan_drops(self) -> tuple[dict[int, Drop], Drop]:
         """Return what is dropped behind entries with which a module inside ends that saved much, and at the end."""
@@ -344,9 +337,9 @@ class Program:
             dropped = {value for value, behind in ready.items() if behind <= number} - gone
             nbytes = sum(trace.values[value].nbytes for value in dropped)
             if entry.segment != following.segment and dropped and nbytes >= self.dropped_bytes / PARTS:
-                drops_at[number] = self._drop(dropped)
+                drops_at[number] = self._drop(dropped, entry.drawn)
                 gone |= dropped
-        return drops_at, self._drop(self.dropped - gone)
+        return drops_at, self._drop(self.dropped - gone, trace.drawn)
 
 
 # Running

@@ -184,8 +184,14 @@ def _same(program: Program, tensor: Tensor, value: int, saved: Iterable[Any]) ->
 
 def bits_at(tensor: Tensor, where: Where) -> Tensor:
     """Return the bits of a value that are compared, given a tensor that lies on it: a view of it, or their sum."""
-    found = tensor.as_strided((where.number,), (where.step,), where.offset).view(where.bits)
-    return found.sum(dtype=torch.int64).reshape(1) if where.summed else found
+    bits = tensor.as_strided(*where.layout).view(where.bits)
+    return bits.sum(dtype=torch.int64).reshape(1) if where.summed else bits
+
+
+def sample(tensor: Tensor, where: Where) -> Tensor:
+    """Return a copy of what is compared of a saved tensor, whose type the bits still have."""
+    tensor = tensor.detach()
+    return bits_at(tensor, where) if where.summed else torch.as_strided_copy(tensor, *where.layout)
 
 
 class _Reading(NamedTuple):
@@ -211,7 +217,7 @@ class Alarm:
         self._reading: list[_Reading] = []
         self.samples = 0  # that were compared
 
-    def compare(self, sample: tuple[Where, Tensor], tensor: Tensor, name: str, node: Node) -> None:
+    def compare(self, noted: tuple[Where, Tensor], tensor: Tensor, name: str, node: Node) -> None:
         """Compare a value that an operator of the module with a name has made again with bits of it before."""
         if not self._unread and backward_id() != NO_BACKWARD:
             after_backward(self._read)
@@ -222,15 +228,16 @@ class Alarm:
         number = next(self._numbers)
         self._made_by[number % ROWS] = name, node
         self._unread, self.samples = True, number + 1
-        found, row = bits_at(tensor, sample[0]), flags[1][number % ROWS]
-        torch.ne(found, sample[1], out=row if found.numel() == ELEMENTS else row[: found.numel()])
+        where, before = noted
+        found, row = bits_at(tensor, where), flags[1][number % ROWS]
+        torch.ne(found, before.view(where.bits), out=row if found.numel() == ELEMENTS else row[: found.numel()])
 
     def look(self) -> None:
         """Raise a `RuntimeError` if a comparison has failed whose result is there."""
         rise()  # replay that an interrupt stopped
-        if self.backend.capturing():
-            return
         reading = self._reading
+        if not (reading or self._unread) or self.backend.capturing():
+            return
         if reading and all(self.backend.passed(each.event) for each in reading):
             self._reading = []
             for each in reading:

@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     view: View | None
     segment: int  # which of the modules directly inside of the group was running
     by_function: bool  # a `torch.autograd.Function` saves it, whose backward may write to it
-    drawn: int = 0  # random numbers of the call before it was saved
+    drawn: int  # random numbers of the call before it was saved
 
 
 @dataclass(slots=True, eq=False)

@@ -421,10 +421,11 @@ class Tracer(_Base):  # type: ignore[misc]
             value = self._value_of(tensor) if has_memory and not (hidden and function is None) else UNKNOWN
             if function is not None:
                 function.saved.append(value)
-            entry = Entry(UNKNOWN, None, self.segment, False)
+            view = None if hidden else View.of(tensor)
+            by_function = function is not None and not hidden
+            entry = Entry(UNKNOWN if hidden else value, view, self.segment, by_function, self._count_drawn())
             if not hidden:
-                entry = Entry(value, View.of(tensor), self.segment, function is not None, self._count_drawn())
-                self.values[value].view = self.values[value].view or entry.view
+                self.values[value].view = self.values[value].view or view
         self.entries.append(entry)
         return entry
 
