@@ -17,13 +17,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from .._torch.modules import opaque, registered
-from .._torch.subclasses import changed, plain_parts
+from .._torch.subclasses import plain_parts
 from .._torch.tensors import (
     NO_BACKWARD,
     address,
@@ -39,7 +40,7 @@ from ..engine.hooks import Packer, unpack
 from .policy import Policy, everything
 from .program import WHOLE, Drop, ExpectedTensor, Program, Where, copy_of, on_value, run
 from .proof import Alarm, below_everything, prove, rise, sample
-from .trace import PLAIN, UNKNOWN, Node, RngPosition, Trace, Weight
+from .trace import PLAIN, UNKNOWN, Node, RngPosition, Weight
 from .tracer import Tracer
 
 
@@ -64,15 +65,14 @@ class Slot:
     def unpack(self) -> Tensor:
         """Return the tensor, for autograd."""
         if self.tensor is not None:
-            return _unedited(self.tensor, self.version)
+            kept: Any = self.tensor, self.version, None
+            return unpack(kept)
         return self.call.fetch(self) if self.saved is None else self.call.fetch_saved(self)
 
 
-def _unedited(tensor: Tensor, version: int) -> Tensor:
-    """Return a tensor; raise autograd's error if it was written to since it had a version."""
-    if version_of(tensor) != version:
-        raise changed(tensor, tensor.size(), version)
-    return tensor
+def _hold(tensor: Tensor) -> Any:
+    """Return a tensor as the engine holds one that it keeps: `unpack` raises autograd's error if it is written to."""
+    return tensor, version_of(tensor), None
 
 
 _latest = threading.local()
@@ -90,6 +90,7 @@ class Call:
     kind: Any = None  # for what begins it, until its forward ends
     _beginning: RngPosition | None = None  # if its program draws random numbers
     _packer: Any  # None behind its forward
+    _tracer: Any = None  # while its forward is traced
 
     def __init__(
         self, modules: Sequence[Module], inputs: Sequence[Tensor], packer: Packer, alarm: Alarm, name: str
@@ -97,13 +98,12 @@ class Call:
         self._modules, self._alarm, self._name = modules, alarm, name
         # In forward.
         self._inputs, self._packer = inputs, packer
-        self._slots: list[Slot | None] = []
+        self._slots: list[Any] = []  # by entry; None for what is not dropped
         # In backward.
-        self._held: dict[int, Any] = {}  # by source: what the engine holds
-        self._weights: dict[int, tuple[Tensor, int]] = {}  # by source: parameters and buffers, and their versions
+        self._held: dict[int, Any] = {}  # by source: what the engine holds, or a weight
         self._samples: dict[int, tuple[Where, Tensor]] = {}
         self._dropped: dict[int, weakref.ref[Slot]] = {}  # by entry
-        self._values: dict[int, tuple[Tensor, int]] = {}  # made for parts that are not filled, and their versions
+        self._values: dict[int, Any] = {}  # made for parts that are not filled
         self._filled: set[int] = set()
         self._frees = False  # a backward has freed a part of its graph
         self._lock = threading.RLock()
@@ -114,11 +114,13 @@ class Call:
         """End the forward: autograd alone holds what is left."""
         if self._packer is not None:
             self._packer.end()
-        self._inputs, self._slots, self._packer, self.kind = (), [], None, None
+        self._inputs, self._slots, self._packer, self._tracer, self.kind = (), [], None, None, None
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""
         rise()
+        if self._tracer is not None:
+            self._tracer.end()
         for slot in self._slots:
             if slot is not None and slot.tensor is not None and not slot.keep_edited():
                 slot.saved = slot.saved or self._packer.pack(slot.tensor)
@@ -133,17 +135,15 @@ class Call:
                 self._dropped[slot.number] = weakref.ref(slot)
             slot.tensor = None
 
-    def _hold_inputs(self) -> None:
-        for value, place in self.program.inputs.items():
-            if value not in self._held:
-                self._held[value] = self._packer.pack(self._inputs[place])
-
-    def _note_weights(self) -> None:
-        """Note weights that are not noted yet, when the first part of what is made from them is dropped."""
-        if len(self._weights) < len(self.program.weights):
-            for value in self.program.weights.keys() - self._weights.keys():
-                tensor = self._weight(self.program.weights[value])
-                self._weights[value] = tensor, version_of(tensor)
+    def _hold_sources(self) -> None:
+        """Hold what the program reads and is not held, when the first part of what is made from it is dropped."""
+        program, held = self.program, self._held
+        for value, place in program.inputs.items():
+            if value not in held:
+                held[value] = self._packer.pack(self._inputs[place])
+        for value, weight in program.weights.items():
+            if value not in held:
+                held[value] = _hold(self._weight(weight))
 
     def _weight(self, source: Weight) -> Tensor:
         """Return a parameter or buffer as it is now."""
@@ -200,7 +200,7 @@ class Call:
             self._empty_slots()
             if now != NO_BACKWARD:
                 after_backward(self._empty)
-        values = {value: _unedited(*made) for value, made in self._values.items()}
+        values = {value: unpack(made) for value, made in self._values.items()}
         others = frozenset() if part == WHOLE else frozenset(program.parts.keys() - self._filled - {part})
         fill = program.fill(part, frozenset(values), others)
         with below_everything:
@@ -219,7 +219,7 @@ class Call:
                     tensor = copy_of(tensor)  # functions that write to values
                 slot.tensor, slot.version = tensor, version_of(tensor)
         self._filled.add(part)
-        self._values = {value: (values[value], version_of(values[value])) for value in fill.held}
+        self._values = {value: _hold(values[value]) for value in fill.held}
         if frees:
             self._frees = True
             self._held = {value: saved for value, saved in self._held.items() if value in fill.needed}
@@ -238,13 +238,10 @@ class Call:
                 slot.tensor = None
 
     def _source(self, value: int) -> Tensor:
-        weight = self.program.weights.get(value)
-        if weight is None:
-            return unpack(self._held[value])
-        tensor, version = self._weights[value]
-        if is_freed(tensor):  # by FSDP2, which may gather it into another tensor
-            tensor = self._weight(weight)
-        return _unedited(tensor, version)  # [guard: weights that were edited]
+        saved, weight = self._held[value], self.program.weights.get(value)
+        if weight is not None and is_freed(saved[0]):  # by FSDP2, which may gather it into another tensor
+            saved = self._weight(weight), *saved[1:]
+        return unpack(saved)
 
 
 class FollowingCall(Call):
@@ -263,8 +260,9 @@ class FollowingCall(Call):
         for value, weight in program.weights.items():
             tensor: Any = registered(self._modules[weight.module])[weight.table].get(weight.name)
             if type(tensor) in PLAIN:  # others are sharded, and gathered in the call
-                self._weights[value] = tensor, version_of(tensor)  # [guard: weights where the call begins]
-        self._hold_inputs()
+                self._held[value] = _hold(tensor)  # [guard: weights where the call begins]
+        for value, place in program.inputs.items():
+            self._held[value] = self._packer.pack(self._inputs[place])
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd holds for a tensor that it saves; the pack hook."""
@@ -281,7 +279,7 @@ class FollowingCall(Call):
             or tensor.size() != size
             or tensor.stride() != stride
             or (offset >= 0 and tensor.storage_offset() != offset)  # [guard: saved tensors that lie elsewhere]
-            or (first >= 0 and not _share(slots[first], tensor))
+            or (first >= 0 and not _share_storage(slots[first].tensor, tensor))
         ):
             return self._differ(tensor)
         elif offset >= 0:
@@ -321,29 +319,29 @@ class FollowingCall(Call):
         beginning, slots = self._beginning, self._slots
         if self.program.redraws and (beginning is None or beginning.count_drawn() != drop.drawn):
             return False  # [guard: calls that draw more random numbers]
-        self._note_weights()
+        self._hold_sources()
         compared = drop.sums if self._compares_all else drop.samples
         # Dispatch modes count what is made.
         with nullcontext() if current_dispatch_mode() is None else below_everything:
             for number, value, where in compared:
                 slot = slots[number]
-                if slot is not None and slot.tensor is not None and not (slot.keep_edited() or is_freed(slot.tensor)):
+                if not (slot.keep_edited() or is_freed(slot.tensor)):
                     self._samples[value] = where, sample(slot.tensor, where)
         self._drop_slots([slots[number] for number in drop.entries])
         return True
 
 
-def _share(slot: Slot | None, tensor: Tensor) -> bool:
-    """Return whether a tensor lies on the storage of the one in a slot."""
-    other = None if slot is None else slot.tensor
-    return other is not None and address(other.untyped_storage()) == address(tensor.untyped_storage())
+def _share_storage(one: Tensor, other: Tensor) -> bool:
+    return address(one.untyped_storage()) == address(other.untyped_storage())
 
 
 class TracedCall(Call):
-    """A call that is traced, and finds at its end what a policy drops; values of fewer than `min_bytes` stay."""
+    """A call that is traced, and finds at its end what a policy drops; values of fewer than `min_bytes` stay.
+
+    A `timer` is called with all that can be made again, a function that returns its sources, and the beginning.
+    """
 
     proven_bytes = 0
-    _tracer: Any
 
     def __init__(self, tracer: Tracer, policy: Policy, min_bytes: int, timer: Any, *common: Any) -> None:
         super().__init__(*common)
@@ -373,48 +371,37 @@ class TracedCall(Call):
         self._tracer.end()
         trace, self._beginning = self._tracer.result(leaves(outputs)), self._tracer.beginning
         banned = set[int]()
-        differing: set[int] | None = None
-        while differing is None or differing:
-            whole, sources = self._adopt(trace, banned)
-            differing = prove(whole, sources, self._slots, self.program.dropped, self._beginning)
+        while True:
+            whole = self.program = Program(trace, everything, self._min_bytes, banned)
+            if self._policy != everything:
+                self.program = Program(trace, self._policy, self._min_bytes, banned)
+            self._keep_rest(self.program)
+            source = partial(self._source_of, whole)
+            differing = prove(whole, source, self._slots, self.program.dropped, self._beginning)
+            if not differing:
+                break
             banned |= differing  # these values are kept, and read from where they were saved
         self.proven_bytes = whole.dropped_bytes
         if self._timer is not None:
-            self._timer(whole, sources, self._beginning)
+            self._timer(whole, source, self._beginning)
+            self._timer = None
         self._drop_slots(self._slots)
         self._end()
 
-    def _end(self) -> None:
-        super()._end()
-        self._tracer = self._timer = None
-
-    def _adopt(self, trace: Trace, banned: set[int]) -> tuple[Program, dict[int, Tensor]]:
-        """Follow the program of the policy: hold its sources, and keep what stays.
-
-        Return the program that replays all, and its sources.
-        """
-        whole = Program(trace, everything, self._min_bytes, banned)
-        same = self._policy == everything
-        program = self.program = whole if same else Program(trace, self._policy, self._min_bytes, banned)
-        slots = {number: slot for number, slot in enumerate(self._slots) if slot is not None}
-        for number, slot in slots.items():
-            stays = trace.entries[number].value not in program.dropped
-            if stays and slot.tensor is not None and slot.saved is None:
+    def _keep_rest(self, program: Program) -> None:
+        """Keep what a program does not drop, and hold what it reads."""
+        for slot in self._slots:
+            waits = slot is not None and slot.tensor is not None and slot.saved is None
+            if waits and program.trace.entries[slot.number].value not in program.dropped:
                 slot.saved = self._packer.pack(slot.tensor)
-        self._hold_inputs()
-        self._weights = {}
-        self._note_weights()
-        self._held |= {value: slots[number].saved for value, number in program.kept.items()}
-        sources = {value: self._inputs[place] for value, place in whole.inputs.items()}
-        sources |= {value: self._weight(weight) for value, weight in whole.weights.items()}
-        for value, number in whole.kept.items():
-            tensor = slots[number].tensor
-            assert tensor is not None
-            sources[value] = tensor
-        return whole, sources
+        self._hold_sources()
+        self._held |= {value: self._slots[number].saved for value, number in program.kept.items()}
 
-    def give_up(self) -> None:
-        """Give what is not dropped to the engine: the call has failed."""
-        if self._tracer is not None:
-            self._tracer.end()
-        super().give_up()
+    def _source_of(self, program: Program, value: int) -> Tensor:
+        """Return a source of a program before the slots are emptied."""
+        if value in program.inputs:
+            return self._inputs[program.inputs[value]]
+        if value in program.weights:
+            return self._weight(program.weights[value])
+        tensor: Tensor = self._slots[program.kept[value]].tensor
+        return tensor

@@ -9,7 +9,7 @@ made again, without a synchronization, and an `Alarm` reads the result later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ Times = list[tuple[StreamEvent, StreamEvent]]
 
 def prove(
     program: Program,
-    sources: Mapping[int, Tensor],
+    source: Callable[[int], Tensor],
     slots: Sequence[Any],
     droppable: Collection[int],
     beginning: RngPosition | None,
@@ -103,9 +103,10 @@ def prove(
 
     Return those of the first operator that makes others.  Values that are `droppable` are dropped if they are equal.
     """
-    values = {**sources}
+    values: dict[int, Tensor] = {}
     with below_everything:
-        for step, _, unneeded in program.lines(program.steps.values()):
+        for step, sources, unneeded in program.lines(program.steps.values()):
+            values.update((value, source(value)) for value in sources)
             ran = _run(step, values, beginning)
             differing = set[int]()
             for _, value in step.made:
@@ -123,13 +124,13 @@ def prove(
     return set()
 
 
-def measure(program: Program, sources: Mapping[int, Tensor], beginning: RngPosition | None, backend: Backend) -> Times:
+def measure(program: Program, source: Any, beginning: RngPosition | None, backend: Backend) -> Times:
     """Run a program whose operators were proven, and return the events around each."""
     times: Times = []
     backend.occupy(len(program.steps) * QUEUED)  # events around operators would measure the host
     with below_everything:
         begun = backend.record_timed(current_stream(backend))
-        for _ in run(program.lines(program.steps.values()), sources.__getitem__, {}, beginning):
+        for _ in run(program.lines(program.steps.values()), source, {}, beginning):
             times.append((begun, backend.record_timed(current_stream(backend))))
             begun = backend.record_timed(current_stream(backend))
     return times
