@@ -111,6 +111,12 @@ class Packer:
         self._smallest = limit.surely
         self._aside = None
 
+    def split(self) -> Packer:
+        """Return another packer for the same layer."""
+        other = Packer()
+        other.__dict__.update(self.__dict__)
+        return other
+
     def take_aside(self, pack: Pack) -> None:
         """Call another function for what is saved from here on."""
         self._aside = pack

@@ -179,10 +179,7 @@ class Tracker:
         policy = thread.settings.recompute.get(followed.group)
         if policy is None or not torch.is_grad_enabled():
             return None
-        assert thread.current is not None
-        packer = Packer()
-        packer.take_for(thread.current, layer)
-        begun = self.replays.begin(followed, policy, packer, args, kwargs, thread.settings.operators)
+        begun = self.replays.begin(followed, policy, thread.packer.split(), args, kwargs, thread.settings.operators)
         if begun is None:
             return None
         layer.recomputed = policy
