@@ -107,7 +107,6 @@ def test_a_report_before_the_first_step():
         assert [group.kind for group in handle.report().groups] == ["stage 0"] * BLOCKS
         assert "0" in repr(handle)
         assert handle.table().ranks == (0,)
-        assert set(handle.stages) == {0}
 
 
 def test_iterators_as_arguments():

@@ -26,6 +26,7 @@ from torch.distributed import pipelining
 
 from actoffload import PipelineHandle, offload
 from actoffload.report import Report
+from actoffload.schedule import read_order
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
 
@@ -343,8 +344,8 @@ def test_the_same_microbatches_in_another_order():
 
     got = train(schedule, modules, 4, after=after)
     assert same(want, got)
-    assert orders[1] != orders[2] == orders[3] == handle.order
-    assert [str(step) for step in handle.order[:4]] == ["0F2", "0F0", "0F3", "0F1"]
+    assert orders[1] != orders[2] == orders[3]
+    assert [str(step) for step in orders[3][:4]] == ["0F2", "0F0", "0F3", "0F1"]
     assert handle.plan.offloaded_bytes > 0
     assert reports[3] == (handle.plan.saved_peak_bytes, 0)
     assert held(handle) == (0, 0)
@@ -363,5 +364,5 @@ def test_an_order_from_a_file(name, tmp_path):
         return schedule, modules
 
     handle, report = agrees(loaded)
-    assert handle.plan.order == offloaded(loaded()[0]).order, "that of the file"
+    assert handle.plan.order == read_order(loaded()[0].pipeline_order[0]), "that of the file"
     assert report.totals.bytes_offloaded > 0

@@ -254,18 +254,20 @@ for _function in (class_attribute, Follower.original):
 # Beginning and end
 
 
-def follow(modules: Sequence[FollowedModule], tracker: Any, handle: Any) -> None:
-    """Let a tracker see the calls of modules; all or nothing.  `handle_of` returns the handle for the root."""
-    for followed in modules:
+def follow(trackers: Iterable[Any], handle: Any) -> None:
+    """Let trackers see the calls of their modules; all or nothing.  `handle_of` returns the handle for their roots."""
+    all_following = [_Following(tracker, each, handle) for tracker in trackers for each in tracker.state.modules]
+    for _, followed, _ in all_following:
         refuse_scripted(followed.module, followed.name)
     try:
-        for followed in modules:
-            follower = _Follower.find(followed.module) or _Follower(followed.module)
+        for following in all_following:
+            module = following.followed.module
+            follower = _Follower.find(module) or _Follower(module)
             if follower.is_lost:
                 follower.follow()
-            follower.all_following = (*follower.all_following, _Following(tracker, followed, handle))
+            follower.all_following = (*follower.all_following, following)
     except BaseException:  # an interrupt
-        unfollow(modules)  # [guard: half followed model]
+        unfollow(following.followed for following in all_following)  # [guard: half followed model]
         raise
 
 

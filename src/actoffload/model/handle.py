@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from ..schedule.schedules import GroupSchedule
 from ..schedule.timeline import Timeline
 from ..tune.exchange import Ranks
 from ..tune.findings import Findings, Fit
-from .follow import KEPT, ModelState, follow, handle_of, refuse_scripted, unfollow
+from .follow import KEPT, ModelState, follow, handle_of, refuse_scripted
 from .groups import Names, find_modules, planned_modules, read_entries
 from .reporting import describe
 from .steering import Steering
@@ -43,10 +43,32 @@ class Handle(Offloading):
 
     _removed = False
 
+    def __init__(self, engine: Engine, models: Iterable[Steering]) -> None:
+        self._engine, self._trackers = engine, [*map(Tracker, models)]
+        self._logs = [tracker.state.log for tracker in self._trackers]
+        follow(self._trackers, self)
+
     @property
     def installed(self) -> bool:
         """Whether this handle was not removed."""
         return not self._removed
+
+    @property
+    def active(self) -> bool:
+        """Whether the next forward will be offloaded."""
+        return self.installed and not any(tracker.paused for tracker in self._trackers)
+
+    @contextmanager
+    def paused(self) -> Iterator[Self]:
+        """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
+        pause = _Pause()
+        for tracker in self._trackers:
+            tracker.pauses.add(pause)
+        try:
+            yield self
+        finally:
+            for tracker in self._trackers:
+                tracker.pauses.discard(pause)
 
     def __enter__(self) -> Self:
         return self
@@ -55,8 +77,19 @@ class Handle(Offloading):
         self.remove()
 
     def remove(self) -> None:
-        """End offloading and free the host memory."""
-        raise NotImplementedError
+        """End offloading and free the host memory; everything is as it was before `offload`.
+
+        Passes in progress finish as they began, and their memory is freed when they do.  A second call does nothing.
+        """
+        if not self._removed:
+            for tracker in self._trackers:
+                tracker.retire()
+            self._engine.close()
+            self._removed = True  # last: after an interrupt it is called again
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as None: copies of a model are not offloaded."""
+        return type(None), ()
 
 
 class OffloadHandle(Handle):
@@ -65,10 +98,10 @@ class OffloadHandle(Handle):
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    def __init__(self, state: ModelState, steering: Steering) -> None:
-        self._state, self._engine, self._log, self._logs = state, state.engine, state.log, [state.log]
-        self._tracker = Tracker(state, steering)
-        follow(state.modules, self._tracker, self)
+    def __init__(self, steering: Steering) -> None:
+        self._state, self._log = steering.state, steering.state.log
+        super().__init__(self._state.engine, [steering])
+        (self._tracker,) = self._trackers
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
@@ -82,40 +115,8 @@ class OffloadHandle(Handle):
         """
         if not isinstance(model, Module):
             raise TypeError(f"OffloadHandle.of got {model!r}; expected the model that offload was called with.")
-        handle: OffloadHandle | None = handle_of(model)
-        return handle
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as None: copies of a model are not offloaded."""
-        return type(None), ()
-
-    # On and off
-
-    def remove(self) -> None:
-        """End offloading and free the host memory; the model is as it was before `offload`.
-
-        Passes in progress finish as they began, and their memory is freed when they do.  A second call does nothing.
-        """
-        if not self._removed:
-            self._tracker.steering.retire()
-            self._tracker.retire(partial(unfollow, self._state.modules))
-            self._engine.close()
-            self._removed = True  # last: after an interrupt it is called again
-
-    @property
-    def active(self) -> bool:
-        """Whether the next forward of the model will be offloaded."""
-        return self.installed and not self._tracker.paused
-
-    @contextmanager
-    def paused(self) -> Iterator[OffloadHandle]:
-        """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
-        pause = _Pause()
-        self._tracker.pauses.add(pause)
-        try:
-            yield self
-        finally:
-            self._tracker.pauses.discard(pause)
+        handle = handle_of(model)
+        return handle if isinstance(handle, OffloadHandle) else None
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:
@@ -366,7 +367,7 @@ def offload_model(
         steering = Steering(state, schedule, always, because)
     else:
         steering = Tuner(state, budget, policies, ranks, always=bool(always))
-    handle = OffloadHandle(state, steering)
+    handle = OffloadHandle(steering)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -29,7 +29,7 @@ from ..engine.layer import Layer
 from ..engine.passes import ModelPass, pass_in_backward
 from ..replay.tracer import remove_tracers
 from ..schedule.schedules import ExecutionOrder
-from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, ModelState, lost_modules
+from .follow import GROUP, KEPT, REASON, ROOT, FollowedModule, lost_modules, unfollow
 from .replays import Replays, RunningCall
 from .reporting import TITLE, coverage_warning, what_holds_memory
 from .steering import PassSettings, Steering
@@ -72,13 +72,13 @@ IN_BACKWARD = (
 class Tracker:
     """Turns the calls of a model's modules into passes."""
 
-    def __init__(self, state: ModelState, steering: Steering) -> None:
-        self._state, self._engine = state, state.engine
-        self.steering = steering
+    def __init__(self, steering: Steering) -> None:
+        state = self.state = steering.state
+        self.steering, self._engine = steering, state.engine
         self._thread = ThreadState()
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
-        self._retired: Callable[[], None] | None = None  # called when no forward runs any more
+        self._retiring = False  # its modules are followed until no forward runs any more
         self.replays = Replays(state.modules, state.engine.backend, state.engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
@@ -130,12 +130,12 @@ class Tracker:
         self._finish()
         if self.paused or not torch.is_grad_enabled() or tracing():  # [guard: forward that is traced]
             return False
-        root = self._state.root.ref()
+        root = self.state.root.ref()
         if root is None:  # [guard: model that is deleted]
             self.warn_once(DELETED)
             return False
-        if self._state.meet is not None:
-            meet, self._state.meet = self._state.meet, None
+        if self.state.meet is not None:
+            meet, self.state.meet = self.state.meet, None
             meet()
         current, alone = thread.current, followed.role is not ROOT
         # [guard: pass of a loop over the groups -> False]
@@ -156,10 +156,10 @@ class Tracker:
         self.replays.forward_begins()
         thread.settings = settings
         if not alone or current is None:
-            for message in lost_modules(self._state.modules):
+            for message in lost_modules(self.state.modules):
                 self.warn_once(message)
             thread.owned = ModelTensors(root, thread.owned)
-            order, owned = ExecutionOrder(self._state.order), ModuleTensors(None, thread.owned)
+            order, owned = ExecutionOrder(self.state.order), ModuleTensors(None, thread.owned)
             current = ModelPass(self._engine, order, settings.plan_for, owned, partly=settings.scoped)
             if settings.begun is not None:
                 settings.begun(current)
@@ -297,7 +297,7 @@ class Tracker:
         if not (noted or self._stopped) and (calls or (done is not None and not certain)):
             done = None if thread.idle else thread.current or done
             with suppress(Exception):  # the error matters more than the note
-                error.add_note("\n".join(what_holds_memory(self._state, done, calls, self.steering)))
+                error.add_note("\n".join(what_holds_memory(self.state, done, calls, self.steering)))
 
     def _end_group(self, call: Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer
@@ -325,9 +325,9 @@ class Tracker:
         if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
-            if finished and self._state.checks_coverage and not current.aborted:
-                self._state.checks_coverage = False
-                message = coverage_warning(self._state)
+            if finished and self.state.checks_coverage and not current.aborted:
+                self.state.checks_coverage = False
+                message = coverage_warning(self.state)
                 if message is not None:
                     warn(message)
             thread.current = None
@@ -338,17 +338,18 @@ class Tracker:
 
     # Removal
 
-    def retire(self, then: Callable[[], None]) -> None:
-        """Begin no further forward, and call `then` as soon as no forward is in progress in any thread."""
-        self._stopped, self._retired = True, then
+    def retire(self) -> None:
+        """Begin no further forward, and follow no module as soon as no forward is in progress in any thread."""
+        self.steering.retire()
+        self._stopped = self._retiring = True
         self._finish()
 
     def _finish(self) -> None:
-        if self._retired is None or self._running:  # [guard: removal while a forward runs -> False]
+        if not self._retiring or self._running:  # [guard: removal while a forward runs -> False]
             return
-        self._retired()
+        unfollow(self.state.modules)
         self._engine.close()  # the last forward may have taken host memory after the handle was removed
-        self._retired = None
+        self._retiring = False
 
 
 for _function in (Tracker.begin, Tracker.end, Tracker.unwind):

@@ -131,15 +131,3 @@ def stages_of(schedule: Any) -> list[Any]:
     stages = getattr(schedule, "_stages", None)
     one = getattr(schedule, "_stage", None)
     return list(stages) if stages is not None else [] if one is None else [one]
-
-
-def actions_of(schedule: Any, rank: int) -> list[Any]:
-    """Return the actions of a rank, in order; none if the schedule does not say.
-
-    Schedules with several stages a rank run `pipeline_order_with_comms`; for the others there is a diagram.
-    """
-    for name in ("pipeline_order_with_comms", "pipeline_order"):
-        orders = getattr(schedule, name, None)
-        if orders and rank in orders:
-            return list(orders[rank])
-    return []

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from .._warnings import warn
-from ..model.handle import Handle, OffloadHandle
+from ..model.handle import Handle
 from ..report.build import counted
 from ..report.report import GroupReport, RankReports, Report, gather_reports
-from ..schedule.orders import Computation, Step, read_order
+from ..schedule.orders import Computation
 from ..schedule.plan import Plan
 from ..tune.exchange import LostRankError, Settings, disagreement_of
 from ..tune.script import Plans, Steps
 from .first_steps import FirstSteps
-from .follow import actions_of, follow, handle_of, is_schedule, unfollow
+from .follow import follow, handle_of, is_schedule, unfollow
 
 logger = logging.getLogger("actoffload")
 
@@ -42,12 +42,11 @@ class PipelineHandle(Handle):
         self,
         schedule: Any,
         stages: Sequence[Any],
-        handles: Sequence[OffloadHandle],
         first: FirstSteps,
         settings: Settings,
     ) -> None:
-        self._conductor, self._engine = first.conductor, first.conductor.engine
-        self._handles, self._logs = handles, [handle._log for handle in handles]
+        self._conductor = first.conductor
+        super().__init__(first.conductor.engine, first.stages)
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in (*stages, schedule)]
         self._first, self._settings = first, settings
@@ -71,11 +70,8 @@ class PipelineHandle(Handle):
         if not self._removed:
             if self._script is not None and self._number:  # the others wait for this rank from the first step on
                 self._first.ranks.leave()
-            self._removed = True
             unfollow([each for ref in self._followed if (each := ref()) is not None])
-            for handle in self._handles:
-                handle.remove()
-            self._engine.close()
+            super().remove()
 
     # Steps
 
@@ -152,26 +148,15 @@ class PipelineHandle(Handle):
         return self.installed and self._script is not None
 
     @property
-    def order(self) -> tuple[Step, ...]:
-        """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
-        schedule = self._followed[-1]()
-        return self._conductor.order or read_order(actions_of(schedule, self._first.rank))
-
-    @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans of all ranks, in order; none until the first steps are measured."""
         return self._first.plans
-
-    @property
-    def stages(self) -> dict[int, OffloadHandle]:
-        """The handle of each stage of this rank, by the index of the stage."""
-        return {stage.index: handle for stage, handle in zip(self._first.stages, self._handles, strict=True)}
 
     def __str__(self) -> str:
         return MEASURING if self.plan is None else str(self.plan)
 
     def __repr__(self) -> str:
-        stages = ", ".join(map(str, self.stages))
+        stages = ", ".join(str(stage.index) for stage in self._first.stages)
         return f"<PipelineHandle of rank {self._first.rank}, stages {stages}>"
 
     # What happened

@@ -225,16 +225,12 @@ def _offload_schedule(
     conductor = Conductor(engine)
     again = limits.may_recompute if recompute == "auto" else recompute
     policy: Policy | None = None if again is False else policy_for(again)
-    problem, made, handles = "" if stages else "the schedule has no stages.", list[RankStage](), list[OffloadHandle]()
+    problem, made = "" if stages else "the schedule has no stages.", list[RankStage]()
     try:
         for stage in stages:
             made.append(RankStage(stage, conductor, layers, keep, policy))
-            handles.append(OffloadHandle(made[-1].state, made[-1]))
     except (TypeError, ValueError) as error:  # raised in the first step, on every rank
-        problem = str(error)
-        for handle in handles:
-            handle.remove()
-        made, handles = [], []
+        problem, made = str(error), []
     shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
     entries = dict[str, str]()
@@ -242,7 +238,7 @@ def _offload_schedule(
         entries |= {entry: reason and entries.get(entry, reason) for entry, reason in each.entries.items()}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries)
     first = FirstSteps(made, conductor, rank, ranks, limits)
-    found = PipelineHandle(schedule, stages, handles, first, settings)
+    found = PipelineHandle(schedule, stages, first, settings)
     missing = unsupported()
     if missing is not None:
         found.remove()
