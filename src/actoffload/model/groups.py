@@ -196,12 +196,12 @@ _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an itera
 class Names:
     """The names of the modules of a model; a wrapper has the name of what it wraps, and stands for it.
 
-    Of a `part` of a model, `entries` gets each entry of an argument, with the reason if it means nothing here.
+    Of a `part` of a model, `missing` gets the entries of arguments that mean nothing here, with the reasons.
     """
 
     def __init__(self, root: Module, *, part: bool = False) -> None:
         self.root, self.title, self.part = root, block_type(root).__name__, part
-        self.entries: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
         self.modules: dict[str, Module] = {}  # in registration order; one that is registered twice has two names
         self.first: dict[Module, str] = {}  # the first name of each module, also of those in wrappers
         self._add(root, "", ())
@@ -288,7 +288,7 @@ def choose(names: Names, layers: Sequence[Any], kept: Iterable[FollowedModule] =
         meant.setdefault(name, kind)  # [guard: first entry that means a module]
     if not meant and not default:
         empty = f"layers is empty; expected None for the default groups, {_EXPECTED}."
-        raise ValueError(next(filter(None, names.entries.values()), empty))
+        raise ValueError(next(iter(names.missing.values()), empty))
     if default:
         without = [each.module for each in kept if each.module is not names.root]
         groups = default_groups(names.root, without, {names.modules[name] for name in meant})
@@ -345,11 +345,10 @@ def _meant(names: Names, entries: Iterable[Any], argument: str) -> Iterator[tupl
             continue
         try:
             yield from _meaning(names, entry, argument)
-            names.entries[str(entry)] = ""
         except ValueError as error:
             if not names.part:  # another part may have it
                 raise
-            names.entries[str(entry)] = str(error)
+            names.missing[str(entry)] = str(error)
 
 
 def _meaning(names: Names, entry: Any, argument: str) -> Iterator[tuple[str, str]]:

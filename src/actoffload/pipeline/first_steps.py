@@ -59,8 +59,8 @@ def _forward_plan(layers: int, offloaded: frozenset[int] | None) -> Plan:
 class RankStage(Steering):
     """One stage of a rank: steers the forwards of its module; `policy` says what is saved of recomputed groups.
 
-    Its `entries` are those of `layers` and `keep`, each with the reason if it means nothing in this stage; another
-    stage may have it.  A module without groups, or one that is offloaded already, is a `ValueError`.
+    Entries of `layers` and `keep` that are `missing` here may mean something in another stage.  A module without
+    groups, or one that is offloaded already, is a `ValueError`.
     """
 
     def __init__(self, stage: Any, conductor: Conductor, layers: Any, keep: Any, policy: Policy | None) -> None:
@@ -77,7 +77,7 @@ class RankStage(Steering):
             modules = find_modules(names, layers, keep)
         except ValueError as error:
             raise ValueError(f"{title}: {error}") from None
-        self.entries, self.facts = names.entries, conductor.facts[self.index]
+        self.missing, self.facts = names.missing, conductor.facts[self.index]
         state = ModelState(modules, conductor.engine)
         policies = {} if policy is None else dict.fromkeys(range(len(state.groups)), policy)
         super().__init__(state, GroupSchedule(), policies)

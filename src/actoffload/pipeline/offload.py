@@ -419,16 +419,15 @@ def _offload_schedule(
         problem, made = str(error), []
     shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
-    entries = dict[str, str]()
-    for each in made:  # without a reason, if an entry means something in one of them
-        entries |= {entry: reason and entries.get(entry, reason) for entry, reason in each.entries.items()}
-    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries)
+    missing = {entry: each.missing[entry] for each in made for entry in each.missing}
+    missing = {entry: reason for entry, reason in missing.items() if all(entry in each.missing for each in made)}
+    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, missing)
     first = FirstSteps(made, conductor, rank, ranks, limits)
     found = PipelineHandle(schedule, stages, first, settings)
-    missing = unsupported()
-    if missing is not None:
+    incompatible = unsupported()
+    if incompatible is not None:
         found.remove()
-        warn(missing)
+        warn(incompatible)
     return found
 
 

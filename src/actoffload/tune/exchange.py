@@ -242,8 +242,7 @@ class Settings:
     rank: int  # global
     arguments: Mapping[str, Any]  # those that have to be the same on all ranks
     problem: str = ""
-    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
-    entries: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)  # entries that no stage has, with the reasons
 
 
 register(Settings)
@@ -350,10 +349,9 @@ class Ranks:
 
 def disagreement_of(settings: Sequence[Settings]) -> str:
     """Return what is wrong with the arguments of the ranks, in words that are the same on each; empty if nothing is."""
-    matched = {entry for each in settings for entry, reason in each.entries.items() if not reason}
+    everywhere = set(settings[0].missing).intersection(*(each.missing for each in settings))
     for each in settings:
-        unmatched = (reason for entry, reason in each.entries.items() if entry not in matched)
-        problem = each.problem or next(unmatched, "")
+        problem = each.problem or next((each.missing[entry] for entry in each.missing if entry in everywhere), "")
         if problem:
             return f"Rank {each.rank} of the pipeline: {problem}"
     first, *others = settings
