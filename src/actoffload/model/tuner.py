@@ -64,13 +64,11 @@ class ModelScript(Script):
         self.elements = self.in_use = 0  # of the inputs of the pass that begins, and bytes in use before it
         self.pinned = 0  # most bytes of host memory of a plan
 
-    def counts(self, timed: TimedPass) -> bool:
-        """Return whether all groups of a pass that has ended are still there."""
-        # [guard: group that is deleted while passes are measured -> True]
-        return all(self._state.groups[group].ref() is not None for group in timed.sequence)
-
-    def shown(self, timed: TimedPass) -> Shown:
-        """Return what a pass showed here."""
+    def shown(self, timed: TimedPass) -> Shown | None:
+        """Return what a pass showed here; None if a group of it is not there any more."""
+        # [guard: group that is deleted while passes are measured]
+        if any(self._state.groups[group].ref() is None for group in timed.sequence):
+            return None
         idle = self.found.plan is not None and self.found.plan.idle
         peak = self.found.peak_in(Peak(timed.peak, timed.elements, timed.allocated))
         return timed.shown(peak, ran=bool(timed.sequence) or idle)

@@ -59,7 +59,6 @@ class Conductor:
         self._events: Mapping[Step, Sequence[Event]] = {}  # of the plan, by step
         self._ran: list[Step] = []
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
-        self._forwards: dict[int, Microbatch] = {}  # in progress, by stage
         self.watching: Callable[[Step, bool], None] | None = None  # called where a computation begins, and ends (True)
 
     def follow(self, plan: Plan | None) -> None:
@@ -87,7 +86,7 @@ class Conductor:
 
     def _clear(self) -> None:
         with self.engine.lock:
-            self._ran, self._microbatches, self._forwards = [], {}, {}
+            self._ran, self._microbatches = [], {}
 
     # Computations
 
@@ -113,8 +112,7 @@ class Conductor:
             self._ran.append(step)
             key = step.stage, step.microbatch
             if step.computation is Computation.FORWARD:
-                found = Microbatch(step.stage, step.microbatch, planned=step in self._events)
-                self._microbatches[key] = self._forwards[step.stage] = found
+                self._microbatches[key] = Microbatch(step.stage, step.microbatch, planned=step in self._events)
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
@@ -128,7 +126,6 @@ class Conductor:
         with self.engine.lock:
             owner = microbatch.owner
             if computation is Computation.FORWARD:
-                self._forwards.pop(step.stage, None)
                 if owner is not None and not self.scoped:  # otherwise some tensors are saved unseen
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
@@ -155,7 +152,9 @@ class Conductor:
 
     def forward_of(self, stage: int) -> Microbatch | None:
         """Return the microbatch whose forward on a stage runs."""
-        return self._forwards.get(stage)
+        forward = stage, Computation.FORWARD
+        running = ((each.running, each) for each in self._microbatches.values())
+        return next((each for step, each in running if step is not None and step[:2] == forward), None)
 
     def pass_begins(self, microbatch: Microbatch, owner: ModelPass) -> None:
         """Follow the pass of a microbatch."""

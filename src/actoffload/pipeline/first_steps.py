@@ -32,7 +32,7 @@ from ..schedule.plan import Action, Do, Plan
 from ..schedule.schedules import GroupSchedule, leanest
 from ..tune.costs import measured_link, probed_link, stage_cost, ways_of
 from ..tune.exchange import Ranks
-from ..tune.meter import StepMeter, TimedPass, saved_sizes, shared_bytes
+from ..tune.meter import Shown, StepMeter, TimedPass, saved_sizes, shared_bytes
 from ..tune.script import Plans, Script, Stage, Trial, fits
 from .conductor import Conductor
 
@@ -320,9 +320,13 @@ class FirstSteps(Script):
         self._lean: StepMeter | None = None  # of the latest step that was measured by group
         self.peak = 0  # bytes of saved tensors in the latest step in which all groups were followed
 
-    def counts(self, timed: TimedPass) -> bool:
-        """Return whether a whole step was seen."""
-        return bool(self.plans) or (bool(self.conductor.order) and all(stage.known for stage in self.stages))
+    def shown(self, timed: TimedPass) -> Shown | None:
+        """Return what a step showed here; None if no whole step was seen."""
+        return timed.shown(timed.peak) if self.plans or self._seen else None
+
+    @property
+    def _seen(self) -> bool:
+        return bool(self.conductor.order) and all(stage.known for stage in self.stages)
 
     def traced(self, traced: Sequence[TimedPass]) -> bool:
         """Return whether the operators of all groups are known that are replayed, or what compiled ones save."""
@@ -411,7 +415,7 @@ class FirstSteps(Script):
         saves more than in the plan, all groups of its stage do: what replayed ones save otherwise is not seen.
         """
         order, link = self.conductor.order, self._link()
-        if not order or link is None or not all(stage.known for stage in self.stages):
+        if link is None or not self._seen:
             return None
         costs, ways = self._costs(), dict[int, list[tuple[Variant, ...]]]()
         splits = [stage for stage, cost in costs.items() if cost.split]

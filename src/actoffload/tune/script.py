@@ -114,12 +114,8 @@ class Script(ABC):
         return [each for copy in self.ranks.gather(value) for each in copy]
 
     @abstractmethod
-    def counts(self, timed: TimedPass) -> bool:
-        """Return whether what a pass showed can be used."""
-
-    def shown(self, timed: TimedPass) -> Shown:
-        """Return what a pass showed here."""
-        return timed.shown(timed.peak)
+    def shown(self, timed: TimedPass) -> Shown | None:
+        """Return what a pass showed here; None if that cannot be used."""
 
     @abstractmethod
     def traced(self, traced: Sequence[TimedPass]) -> bool:
@@ -179,7 +175,6 @@ class Script(ABC):
             if not fits:
                 continue
             timed, self.timed = self.timed, None
-            timed = timed if timed is not None and self.counts(timed) else None
             shown = self.gather(None if timed is None else self.shown(timed))
             known = [each for each in shown if each is not None]
             if timed is None or len(known) < len(shown):
@@ -222,43 +217,42 @@ class Script(ABC):
 
     def keep_best(self, plans: Plans) -> Steps[Plans]:
         """Try plans, and others that follow, and return the best; see [Note: trials of plans]."""
-        best, whole = (yield from self._fitted(plans, None)), list[Trial]()
-        assert best is not None
-        kept = best
+        best, _ = yield from self._fitted(plans, None)
+        kept, whole = best, None
         if not best.idle:
-            kept = (yield from self._fitted(self.replanned([0] * len(plans), best), best, whole)) or best
+            kept, whole = yield from self._fitted(self.replanned([0] * len(plans), best), best)
         because = self.untried
         if kept is not best:
             took = f"a {self.unit} takes {milliseconds(kept.seconds)}, with another plan {milliseconds(best.seconds)}"
             because = f"Every group is recomputed: {took}."
-        elif whole and not whole[-1].over:
-            because = f"{RECOMPUTING} takes {milliseconds(whole[-1].seconds)} a {self.unit}."
+        elif whole is not None and not whole.over:
+            because = f"{RECOMPUTING} takes {milliseconds(whole.seconds)} a {self.unit}."
         return tuple(self._described(best, kept, k, because) for k in range(len(plans)))
 
-    def _fitted(self, plans: Plans, before: Trial | None, trials: list[Trial] | None = None) -> Steps[Trial | None]:
-        """Try plans, and smaller ones as long as the limit is exceeded and no better ones are known.
+    def _fitted(self, plans: Plans, before: Trial | None) -> Steps[tuple[Trial, Trial | None]]:
+        """Try plans, and smaller ones as long as the limit is exceeded; return the best trial, and the latest.
 
-        With the best trial `before`, they are those of whole replay.
+        With the best trial `before`, the plans are those of whole replay.
         """
-        trials, best = [] if trials is None else trials, before
+        best, trial, excess = before, None, [0] * len(plans)
         known = [] if best is None else [[plan.work for plan in best.plans]]
-        excess = [0] * len(plans)
-        while plans and [plan.work for plan in plans] not in known:
+        for _ in range(TRIES):
+            work = [plan.work for plan in plans]
+            if not plans or work in known:
+                break
+            known.append(work)
             trial = yield from self._try(plans, before is not None)
-            trials.append(trial)
-            known.append([plan.work for plan in plans])
             excess = list(map(sum, zip(excess, trial.excess, strict=True)))
             if before is None:
                 self.took(trial)
             # The limit comes first; where two exceed it alike, or none does, the faster is better.
             seconds = trial.seconds if before is None else (1 + SCATTER) * trial.seconds
-            better = best is None or (trial.over, seconds) < (best.over, best.seconds)
-            best = trial if better else best
-            slower = before is not None and not before.over and seconds >= before.seconds
-            if not trial.over or slower or len(trials) == TRIES:
+            best = trial if best is None or (trial.over, seconds) < (best.over, best.seconds) else best
+            if not trial.over or (before is not None and not before.over and seconds >= before.seconds):
                 break
             plans = self.replanned(excess, before)
-        return best
+        assert best is not None
+        return best, trial
 
     def _described(self, best: Trial, kept: Trial, number: int, because: str) -> Plan:
         """Return one of the plans to keep, with what was measured of it; others are expected to differ as much."""
