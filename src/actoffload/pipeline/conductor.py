@@ -56,6 +56,7 @@ class Conductor:
         self.plan: Plan | None = None
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `steering` [Note: modes]
+        self.changed = False  # groups saved more bytes in a forward in which not all were followed
         self._events: Mapping[Step, Sequence[Event]] = {}  # of the plan, by step
         self._ran: list[Step] = []
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
@@ -73,16 +74,12 @@ class Conductor:
         self.training = training
         self._clear()
 
-    def end(self, *, failed: bool) -> bool:
-        """End a step of the schedule; return whether it ran another order than the plan has, or than the one before."""
-        ran, training = tuple(self._ran), self.training
+    def end(self, *, failed: bool) -> None:
+        """End a step of the schedule."""
+        if self.training and self._ran and not failed:
+            self.order = tuple(self._ran)
         self.training = False
         self._clear()
-        if failed or not training or not ran:
-            return False
-        before = self.order if self.plan is None else self.plan.order
-        self.order = ran
-        return ran != before
 
     def _clear(self) -> None:
         with self.engine.lock:

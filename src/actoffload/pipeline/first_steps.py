@@ -90,7 +90,6 @@ class RankStage(Steering):
         self._operators = OperatorTimes(conductor.engine.backend)
         self._gradients: tuple[int, ...] = ()  # bytes that the first backward of each group allocates for them
         self.ways: dict[str, tuple[Variant, ...]] = {}  # to run each group, by name, the first of them without replay
-        self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
     def recompute(self, policies: Mapping[str, Policy]) -> None:
         """Recompute other groups from the next forward on, by their names, also those that were skipped."""
@@ -147,7 +146,7 @@ class RankStage(Steering):
             return
         saved = saved_sizes(done.layers)
         if done.partly:
-            self.changed |= not self.known or any(map(has_grown, map(sum, saved), self.sizes))
+            self._conductor.changed |= not self.known or any(map(has_grown, map(sum, saved), self.sizes))
             return
         kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
         self._outside = max(self._outside, sum(kept) + shared_bytes(done.layers))
@@ -378,8 +377,8 @@ class FirstSteps(Script):
             self.conductor.watching = meter.note
         self.timed = TimedPass(engine, meter=meter, memory=stage is Stage.PLAN)
 
-    def end(self, *, failed: bool, changed: bool) -> None:
-        """End a step; plan anew if it ran another order than the plan has, or saved other bytes."""
+    def end(self, *, failed: bool) -> None:
+        """End a step; plan anew if other groups ran than the plan has, or saved other bytes."""
         timed, conductor = self.timed, self.conductor
         engine, plan, conductor.watching = conductor.engine, conductor.plan, None
         if timed is not None and timed.ended is None:
@@ -389,15 +388,12 @@ class FirstSteps(Script):
                 self.timed = None
             else:
                 timed.end()
-        if not failed and plan is not None and not conductor.scoped:
+        planned = plan is not None and not failed
+        if planned and not conductor.scoped:
             self.peak = engine.statistics().peak_resident_bytes
-        outdated = any(stage.changed for stage in self.stages)
-        for stage in self.stages:
-            stage.changed = False
         # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
-        followed = plan is not None and not (failed or changed or outdated)
-        conductor.scoped = followed and self.times
-        if not failed and plan is not None and (changed or self._outdated(plan)):
+        conductor.scoped, conductor.changed = planned and not conductor.changed and self.times, False
+        if plan is not None and planned and self._outdated(plan):
             self._plan_anew(plan)
 
     def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
@@ -460,14 +456,7 @@ class FirstSteps(Script):
         if mine is None:
             return
         self.known = [mine if each.plan.rank == self.rank else each for each in self.known]
-        microbatches = {step.microbatch for step in mine.plan.order}
-        known = [  # the order of a rank that ran other ones is not known
-            each
-            if {step.microbatch for step in each.plan.order} == microbatches
-            else replace(each, plan=Plan(0, rank=each.plan.rank))
-            for each in self.known
-        ]
         try:
-            self.follow(plans_of(known, self._limits))
+            self.follow(plans_of(self.known, self._limits))
         except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
             warn(f"The plan stays as it is, although this rank now runs something else: {error}")

@@ -100,9 +100,9 @@ class PipelineHandle(Handle):
             yield
             failed = False
         finally:
-            changed = self._conductor.end(failed=failed)
+            self._conductor.end(failed=failed)
             if training:
-                self._first.end(failed=failed, changed=changed)
+                self._first.end(failed=failed)
 
     def _before(self) -> None:
         """Begin a step; see `exchange` [Note: exchanges]."""

@@ -13,7 +13,7 @@ so that no other one waits for it.
 
 `[Note: exchanges]`  All ranks of a pipeline make the same exchanges when one of the first steps begins.  Steps with
 backward are counted, and all ranks run the same number.  If a rank has not measured a whole step, all ranks see that,
-and try again when the next step begins.  A rank that later runs another order plans anew alone, with what the others
+and try again when the next step begins.  A rank that later runs other groups plans anew alone, with what the others
 sent before, because they do not know of it.
 
 `[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
