@@ -284,7 +284,7 @@ class OffloadHandle(Handle):
             seconds=plan.seconds,
             baseline_seconds=plan.baseline_seconds,
             times=self._engine.backend.times,
-            next_choice=self._tracker.steering.next_choice(),
+            next_choice=self._tracker.steering.next_choice,
         )
 
 

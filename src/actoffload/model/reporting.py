@@ -111,9 +111,8 @@ def what_holds_memory(
 
     # What would help
     yield "What would help:"
-    next_choice = steering.next_choice()
-    if next_choice:
-        yield f"- {next_choice}"
+    if steering.next_choice:
+        yield f"- {steering.next_choice}"
     elif parts[in_groups] >= LARGE * used and not replayed:
         most = size(parts[in_groups])
         yield f"- recompute=True: most of {most} would not be saved, and backward runs the operators again."

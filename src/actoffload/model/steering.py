@@ -19,8 +19,14 @@ from ..engine.passes import ModelPass
 from ..replay.policy import Policy
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule, remap
+from ..tune.findings import Findings
 from .follow import ModelState
 from .replays import OperatorTimes
+
+UNMEASURED = (
+    "Nothing is measured of this model: on an accelerator, call offload(model) without num_layers, fraction, "
+    "max_inflight and plan, and run steps until handle.settling is False."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ class Steering:
     Nothing is measured here.  `because` says why by a schedule; `recompute` has the groups that are always recomputed.
     """
 
-    settling = False  # passes are measured for a plan that is not final
+    measures = False  # passes are measured
+    settling = False  # they are, for a plan that is not final
+    chosen: Findings | None = None  # whose plan is kept, if it was measured
 
     def __init__(
         self, state: ModelState, plan: Plan | GroupSchedule, recompute: Mapping[int, Policy], because: str = ""
@@ -120,14 +128,15 @@ class Steering:
         ]
         return replace(plan, saves=tuple(saves))
 
-    def costs(self) -> Any:
-        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
-        raise RuntimeError(
-            "What other plans cost is not known, because nothing is measured of this model alone: on an accelerator, "
-            "call offload(model) without num_layers, fraction, max_inflight and plan, and run steps until "
-            "handle.settling is False."
-        )
+    def costs(self) -> Findings:
+        """Return what was measured for the plan; raise a `RuntimeError` if that is not known."""
+        if self.chosen is None or not self.chosen.ways:
+            yet = " yet: run steps until handle.settling is False" if self.settling else ""
+            because = self.plan().because if self.measures else UNMEASURED
+            raise RuntimeError(f"What other plans cost is not known{yet}. {because}".rstrip())
+        return self.chosen
 
+    @property
     def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
-        return ""
+        """What a smaller peak would cost, in a sentence; empty if that is not known."""
+        return "" if self.chosen is None else self.chosen.next_choice

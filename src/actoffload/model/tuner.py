@@ -216,6 +216,8 @@ class Tuner(Steering):
     have for each group how it is replayed: `always`, or only if the memory is not enough.
     """
 
+    measures = True
+
     def __init__(
         self, state: ModelState, budget: int | None, policies: Mapping[int, Policy], ranks: Ranks, *, always: bool
     ) -> None:
@@ -226,7 +228,6 @@ class Tuner(Steering):
         self._number = 0
         self._timed: TimedPass | None = None  # the pass in progress, or the latest
         self._alone = False  # the groups are called, and not the model
-        self._chosen: Findings | None = None  # whose plan is kept
         self._larger = 0  # passes in a row that do not fit with the plan that is kept
         self._failed = self._engine.backend.out_of_memory_errors()  # allocations so far
         self._short = 0  # bytes that earlier plans counted on and did not find
@@ -251,22 +252,10 @@ class Tuner(Steering):
 
     def plan(self) -> Plan:
         """Return the plan, or what is done until there is one."""
-        if self._chosen is None or self._chosen.plan is None:
+        if self.chosen is None or self.chosen.plan is None:
             because = ALONE if self._alone else MEASURING if self.settling else FORWARDS
             return self._described(GroupSchedule(), because)
-        return self._described(self._chosen.plan, "")
-
-    def costs(self) -> Findings:
-        """Return what was measured for the plan."""
-        chosen = self._chosen
-        if chosen is None or not chosen.ways:
-            yet = " yet: run steps until handle.settling is False" if self.settling else ""
-            raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
-        return chosen
-
-    def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known."""
-        return "" if self._chosen is None else self._chosen.next_choice
+        return self._described(self.chosen.plan, "")
 
     # One pass
 
@@ -286,8 +275,12 @@ class Tuner(Steering):
             elements = sum(tensor.numel() for tensor in tensors)
             in_use = self._engine.backend.in_use() or 0
             self._look_for_failures()
-            if self.stage is None and self._number % WINDOW == 0 and self._renews(in_use):
-                self._begin(self._number)
+            if self.stage is None and self._number % WINDOW == 0 and self.chosen is not None:
+                # More memory is in use than the plan was made for, or all inputs have become larger.
+                # [guard: first batch smaller than the others]
+                wanted = self._larger >= LARGER or not self.chosen.fits(0, in_use)
+                if self._ranks.begins_again(self._number, wanted=wanted):
+                    self._begin(self._number)
             if self.stage is not None and self._number > self._begun:
                 self._advance(elements, in_use)
             if aside:
@@ -345,7 +338,7 @@ class Tuner(Steering):
         except LostRankError as lost:
             self._ranks.lose(lost)
             self.stage = None
-            if self._chosen is None:
+            if self.chosen is None:
                 self._begin(self._number)
 
     def _look_for_failures(self) -> None:
@@ -395,7 +388,7 @@ class Tuner(Steering):
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
-        found = self._script.found if trying else self._chosen
+        found = self._script.found if trying else self.chosen
         if found is None:
             return self._leanest()
         self._follow_found(found)
@@ -405,7 +398,7 @@ class Tuner(Steering):
 
     def _settle(self, plan: Plan) -> None:
         """Keep a plan from now on."""
-        chosen = self._chosen = self._script.found
+        chosen = self.chosen = self._script.found
         chosen.plan = plan
         self.stage, self._larger = None, 0
         # The pass before may have tried another plan, and the report is about the latest one with all groups.
@@ -424,20 +417,9 @@ class Tuner(Steering):
         line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in passes {self._begun} to"
         logger.info("%s", f"{line} {self._number - 1}. {plan.because}".strip())
 
-    def _renews(self, in_use: int) -> bool:
-        """Return whether the script runs again from this pass on.
-
-        It does if more memory is in use than the plan was made for, or all inputs have become larger.
-        """
-        chosen = self._chosen
-        assert chosen is not None
-        # [guard: first batch smaller than the others]
-        wanted = self._larger >= LARGER or not chosen.fits(0, in_use)
-        return self._ranks.begins_again(self._number, wanted=wanted)
-
     def _settled_pass(self, elements: int, in_use: int) -> PassSettings | None:
         """Return how a pass is followed once there is a plan."""
-        chosen = self._chosen
+        chosen = self.chosen
         assert chosen is not None
         fits = chosen.fits(elements, in_use)
         self._larger = 0 if fits else self._larger + 1
