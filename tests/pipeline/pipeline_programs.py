@@ -14,6 +14,15 @@ from torch.distributed import pipelining
 from actoffload import PipelineHandle, offload
 
 SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")  # the backward of most microbatches is split
+NAMES = (
+    "ScheduleGPipe",
+    "Schedule1F1B",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 WIDTH, HIDDEN, ROWS, BLOCKS = 16, 48, 8, 3
 MIN_BYTES = 256

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import SPLIT, Skipping, Stopping, make
+from pipeline_programs import NAMES, SPLIT, Skipping, Stopping, make
 from timed_device import Timed, TimedBlock
 from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
 from actoffload._torch.tensors import saved_tensor_hooks
 from actoffload.device import use
-from actoffload.pipeline.follow import NAMES
 
 KIB = 2**10
 MICROBATCHES, BLOCKS, SAVED = 6, 4, 4 * KIB

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
-from pipeline_programs import MIN_BYTES, SINGLE, SPLIT, STEPS, compare, make, train
+from pipeline_programs import MIN_BYTES, NAMES, SINGLE, SPLIT, STEPS, compare, make, train
 
 from actoffload import OffloadHandle, offload
-from actoffload.pipeline.follow import NAMES
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -3,12 +3,10 @@
 from typing import Any
 
 import pytest
-from pipeline_programs import block_bytes
+from pipeline_programs import NAMES, block_bytes
 from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from processes import LIMIT
 from test_one_rank import check
-
-from actoffload.pipeline.follow import NAMES
 
 pytestmark = pytest.mark.timeout(LIMIT + 300)
 

@@ -94,19 +94,8 @@ def handle_of(schedule: Any) -> Any:
 
 # What is used of schedules and stages
 
-NAMES = (
-    "ScheduleGPipe",
-    "Schedule1F1B",
-    "ScheduleInterleaved1F1B",
-    "ScheduleLoopedBFS",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-)
-"""The schedules that are supported; a subclass of one of them is, too."""
-
-RUNTIME = "_PipelineScheduleRuntime"
-"""The base class of those with several stages a rank, which runs any order, such as one that was loaded from a file."""
+KINDS = "ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime"
+"""The classes of PyTorch whose schedules are supported: the last is that of those with several stages a rank."""
 
 
 def _classes(given: object) -> set[str]:
@@ -122,8 +111,8 @@ def is_schedule(given: object) -> bool:
 
 
 def is_supported(schedule: object) -> bool:
-    """Return whether a pipeline schedule is one of `NAMES`, or runs an order of its own in the same way."""
-    return not _classes(schedule).isdisjoint((*NAMES, RUNTIME))
+    """Return whether a pipeline schedule is of one of the `KINDS`."""
+    return not _classes(schedule).isdisjoint(KINDS)
 
 
 def stages_of(schedule: Any) -> list[Any]:

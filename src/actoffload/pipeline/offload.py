@@ -32,7 +32,7 @@ from ..tune.exchange import LostRankError, Ranks, Settings, disagreement_of
 from ..tune.script import Plans, Steps
 from .conductor import Conductor
 from .first_steps import FirstSteps, Limits, RankStage
-from .follow import NAMES, follow, handle_of, is_schedule, is_supported, stages_of, unfollow
+from .follow import KINDS, follow, handle_of, is_schedule, is_supported, stages_of, unfollow
 
 logger = logging.getLogger("actoffload")
 
@@ -393,7 +393,7 @@ def _offload_schedule(
     """Offload the stages of this rank by one plan."""
     name = type(schedule).__name__
     if not is_supported(schedule):
-        raise ValueError(f"offload got a {name}, which is not supported; expected one of {', '.join(NAMES)}.")
+        raise ValueError(f"offload got a {name}, which is not supported; expected a {', '.join(KINDS)} or subclass.")
     if handle_of(schedule) is not None:
         raise ValueError(
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
