@@ -183,15 +183,11 @@ class RankStage(Steering):
         return stage_cost(self.index, self.saved, self.facts, order, self._outside, other_bytes, self._gradients, meter)
 
     def find_ways(self, cost: StageCost) -> None:
-        """Find the ways to run each group.
-
-        Backward comes to a replayed group with all that it saves, from which it replays.
-        """
+        """Find the ways to run each group."""
         groups, operators = self.state.order, self._operators
         batch = self.state.engine.backend.batch
         found = ways_of(groups, cost.groups, groups, operators.costs(), operators.saved, batch)
-        every = [(own, *(way.map(_needed_at_once) for way in others)) for own, *others in found]
-        self.ways = dict(zip(self.names, every, strict=True))
+        self.ways = dict(zip(self.names, found, strict=True))
 
     def grow(self, plan: Plan) -> None:
         """Let the groups save as much more as one of them does than in a plan."""
@@ -209,10 +205,6 @@ class RankStage(Steering):
         sizes = (pair for pair in zip(self.sizes, plan.nbytes[part], strict=False) if pair[1] or not self.ways)
         pairs = (kept, cost.boundary_bytes + cost.output_bytes), *sizes
         return plan.names[part] != self.names or any(has_grown(*pair) for pair in pairs)
-
-
-def _needed_at_once(cost: LayerCost) -> LayerCost:
-    return replace(cost, saved=tuple(replace(each, needed_at=0.0) for each in cost.saved))
 
 
 # All ranks
