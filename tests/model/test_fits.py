@@ -114,7 +114,7 @@ def test_what_is_not_known_is_said():
         handle.fits()
     with offload(model, device, num_layers=2) as handle:
         for unknown in (handle.fits, handle.frontier):
-            with pytest.raises(RuntimeError, match="nothing is measured"):
+            with pytest.raises(RuntimeError, match="Nothing is measured"):
                 unknown()
     device.memory = None
     with warnings.catch_warnings():
