@@ -100,4 +100,3 @@ def measure_machine() -> Machine:
         flops=2 * WIDTH**3 / seconds,
         pin_seconds=pin_seconds,
     )
-

@@ -97,6 +97,24 @@ class Striding(torch.autograd.Function):
         return gradient * x.as_strided(x.size(), ctx.stride).cos()
 
 
+class Scaling(torch.autograd.Function):
+    """Scales two inputs in place, by a kernel that autograd does not see, as rotary embeddings of Liger do."""
+
+    @staticmethod
+    def forward(ctx, q, k, scale):
+        q, k = q.mT, k.mT
+        for each in (q, k):
+            numbers = each.detach().numpy()
+            numbers *= scale.numpy()
+        ctx.save_for_backward(scale)
+        return q.mT, k.mT
+
+    @staticmethod
+    def backward(ctx, one, other):
+        (scale,) = ctx.saved_tensors
+        return one * scale[:, None], other * scale[:, None], None
+
+
 class Outer(torch.autograd.Function):
     """Calls another function, and computes with gradients in its forward."""
 
@@ -179,12 +197,26 @@ def setup_context(block: Applies, y: Tensor) -> Tensor:
     return one * two
 
 
+def scaling(block: Applies, y: Tensor) -> Tensor:
+    q, k = (nn.functional.linear(y, weight) for weight in (block.weight, block.weight.mT))
+    q, k = Scaling.apply(q.mT, k.mT, block.scale.detach())
+    return (q * k).mT
+
+
+def scaling_parts(block: Applies, y: Tensor) -> Tensor:
+    q, k, v = nn.functional.linear(y, block.weight.repeat(3, 1)).chunk(3, -1)
+    q, k = Scaling.apply(q.mT, k.mT, block.scale.detach())
+    return (q * k).mT * v
+
+
 PURE = {
     "old style": old_style,
     "setup_context": setup_context,
     "overwriting": lambda block, y: Overwriting.apply(y) + Overwriting.apply(y.exp() * 2.0),
     "packed weight": lambda block, y: OfPacked.apply(y, block.packed.t(), block.packed.state).cos(),
     "strides": strides,
+    "scaling": scaling,
+    "scaling parts": scaling_parts,
     "outer": lambda block, y: Outer.apply(y) * y,
 }
 
@@ -206,7 +238,7 @@ def test_the_forward_is_called_again_once_in_a_settled_backward():
     assert OldStyle.calls == 4 * len(model.blocks)
 
 
-@pytest.mark.parametrize("kind", list(PURE)[:5])
+@pytest.mark.parametrize("kind", list(PURE)[:6])
 def test_what_functions_save_is_freed(kind):
     check(lambda: net(PURE[kind]), freed=0.6)
 

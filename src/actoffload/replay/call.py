@@ -279,7 +279,7 @@ class FollowingCall(Call):
             or tensor.size() != size
             or tensor.stride() != stride
             or (offset >= 0 and tensor.storage_offset() != offset)  # [guard: saved tensors that lie elsewhere]
-            or (first >= 0 and not _share_storage(slots[first].tensor, tensor))
+            or (first >= 0 and address(slots[first].tensor.untyped_storage()) != address(tensor.untyped_storage()))
         ):
             return self._differ(tensor)
         elif offset >= 0:
@@ -329,10 +329,6 @@ class FollowingCall(Call):
                     self._samples[value] = where, sample(slot.tensor, where)
         self._drop_slots([slots[number] for number in drop.entries])
         return True
-
-
-def _share_storage(one: Tensor, other: Tensor) -> bool:
-    return address(one.untyped_storage()) == address(other.untyped_storage())
 
 
 class TracedCall(Call):

@@ -221,7 +221,7 @@ class Program:
         return all(_read(place.value, place.view, stands[place.value]) for place in places)
 
     def _step(self, node: Node, stands: Mapping[int, View]) -> Step:
-        scratch = () if isinstance(node.operator, FunctionCall) else rules_of(node.operator).scratch
+        scratch = (node.operator if isinstance(node.operator, FunctionCall) else rules_of(node.operator)).scratch
         args = [_with_reads(given, stands, copied=place in scratch) for place, given in enumerate(node.args)]
         kwargs = {name: _with_reads(given, stands) for name, given in node.kwargs.items()}
         named = [*enumerate(args), *kwargs.items()]

@@ -9,7 +9,8 @@ What has none is only known where autograd saves it: random numbers of a CPU, re
 which a kernel that dispatch does not see may fill, and tensors from outside of the call.
 
 `[Note: functions]`  A `torch.autograd.Function` is one operator, because its forward may launch kernels of its own.
-Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.
+Running it again means to call its ``forward`` with an empty context; what it saves counts as its outputs.  One that
+returns an input may change it, as Liger's rotary embedding does: that is a new value, and made again from a copy.
 
 `[Note: twins]`  Autocast casts the input of three projections three times.  An operator that is called again with the
 same arguments makes the same value, so the program takes the first one in its place.
@@ -108,6 +109,7 @@ class FunctionCall:
 
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self.function, self._needs_input_grad = function, needs_input_grad
+        self.scratch: tuple[int, ...] = ()  # places of the arguments that it may write to, and returns
 
     def __repr__(self) -> str:
         return f"{self.function.__module__.partition('.')[0]}.{self.function.__qualname__}"

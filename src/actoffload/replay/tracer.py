@@ -49,8 +49,7 @@ from .trace import (
 )
 
 _aten = torch.ops.aten
-_COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
-_HOST_READS = {_READ_SCALAR, _aten.equal.default}
+_COPY, _HOST_READS = _aten._to_copy.default, {_aten._local_scalar_dense.default, _aten.equal.default}
 
 GENERATED = "GeneratedBackwardFor_"
 """Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
@@ -242,9 +241,7 @@ class Tracer(_Base):  # type: ignore[misc]
         drawn = self._count_drawn() if rules.draws_with(args, kwargs) else None
         first = len(self.values)
         outputs = operator(*args, **kwargs)
-        if counterpart is not None:
-            del self._ids[_address(args[0])]  # so that a new value begins
-        else:
+        if counterpart is None:
             self._write(rules, args, kwargs)
         if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
             self._host_reads = True  # [guard: calls that follow what the host reads]
@@ -272,13 +269,21 @@ class Tracer(_Base):  # type: ignore[misc]
         """Return the operator that makes what another one is about to write; see [Note: values]."""
         counterpart = out_of_place(operator)
         place = places[0] if counterpart is not None and places else None
-        if not isinstance(place, Place) or not isinstance(self.values[place.value].origin, Node):
+        if not isinstance(place, Place) or place.view != self.values[place.value].view:
             return None
-        view, value = place.view, self.values[place.value]
-        whole = view == value.view and view.covered == value.nbytes
-        saved = any(entry.value == place.value for entry in self.entries)
-        types = {each.dtype for each in args if isinstance(each, Tensor)} - {view.dtype, torch.bool}
-        return None if types or saved or not whole else counterpart
+        types = {each.dtype for each in args if isinstance(each, Tensor)} - {place.view.dtype, torch.bool}
+        return None if types or not self._forget(args[0]) else counterpart
+
+    def _forget(self, tensor: Tensor) -> bool:
+        """Let a new value begin if a tensor covers all of one that an operator makes and nothing has saved."""
+        number, view = self._ids.get(_address(tensor)), View.of(tensor)
+        value = None if number is None else self.values[number]
+        if value is None or not isinstance(value.origin, Node) or not view.dense or view.covered != value.nbytes:
+            return False
+        if any(entry.value == number for entry in self.entries):
+            return False
+        del self._ids[_address(tensor)]
+        return True
 
     def _with_places(self, given: Any, reads: list[int]) -> Any:
         """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
@@ -374,17 +379,19 @@ class Tracer(_Base):  # type: ignore[misc]
         finally:
             self._function = None
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        if UNKNOWN in reads:  # a function with a subclass may return a part of a weight
-            for output in flat:
-                if type(output) in PLAIN and _has_memory(output):
-                    self._value_of(output)
+        known = [each for each in flat if type(each) in PLAIN and _has_memory(each)]
+        for output in known if UNKNOWN in reads else ():
+            self._value_of(output)  # a function with a subclass may return a part of a weight
+        returned, given = set(map(_address, known)), zip(places, args, strict=True)
+        written = (type(place) is Place and _address(each) in returned and self._forget(each) for place, each in given)
+        call.scratch = tuple(k for k, is_written in enumerate(written) if is_written)
         made, plain, new = self._add_outputs(flat, running.first)
         for place, value in enumerate(running.saved, len(flat)):
             if value >= running.first:
                 made.setdefault(value, place)
         replayable = (
             plain
-            and new  # functions that return an input, which they may change
+            and new  # other functions that return an input, which they may change
             and running.pure
             and before == states_of_python(self._modules)  # functions that draw from Python or NumPy
             and UNKNOWN not in reads

@@ -132,11 +132,6 @@ class Simulation:
     starts: tuple[float, ...] = ()
 
     @property
-    def backward_time(self) -> float:
-        """Seconds from the start of the first backward to the end of the step."""
-        return self.step_time - self.forward_time
-
-    @property
     def stall_seconds(self) -> float:
         """Seconds for which compute waited for copies, forward and backward together."""
         return self.forward_stall + self.backward_stall
@@ -162,10 +157,11 @@ class Simulation:
         return self.timeline.nbytes(Kind.H2D)
 
     def __str__(self) -> str:
+        backward = self.step_time - self.forward_time
         rows = (
             ("step", milliseconds(self.step_time, 3), f"{self.slowdown:.3f} x no offload"),
             ("forward", milliseconds(self.forward_time, 3), f"{milliseconds(self.forward_stall, 3)} stalled"),
-            ("backward", milliseconds(self.backward_time, 3), f"{milliseconds(self.backward_stall, 3)} stalled"),
+            ("backward", milliseconds(backward, 3), f"{milliseconds(self.backward_stall, 3)} stalled"),
             ("peak", size(self.peak_bytes), "saved activations on the device"),
             ("offloaded", size(self.bytes_offloaded), "device to host"),
             ("reloaded", size(self.bytes_reloaded), f"host to device, {self.reloaded_on_demand} tensors on demand"),
