@@ -248,8 +248,8 @@ def _trains(jobs: dict[str, list[Row]]) -> str:
         return ""
     tokens = {arm: f"{number // 1024}k" for arm, number in longest.items()}
     said = f"**Trains what does not fit.** Llama 8B LoRA: {tokens['offload']} tokens"
-    others = {"none": "with no offload", "checkpoint": "with checkpointing", "checkpoint_offload": "if it offloads inputs"}
-    return f"{', '.join([said, *(f'{tokens[arm]} {how}' for arm, how in others.items() if arm in tokens)])}."
+    how = {"none": "with no offload", "checkpoint": "with checkpointing", "checkpoint_offload": "if it offloads inputs"}
+    return f"{', '.join([said, *(f'{tokens[arm]} {text}' for arm, text in how.items() if arm in tokens)])}."
 
 
 def _faster(jobs: dict[str, list[Row]]) -> str:
