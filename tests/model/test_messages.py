@@ -51,7 +51,7 @@ EXAMPLES = [
     (Room(7, Peak(5), Link(2.0, 3.0)), Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
     (None, Findings(names=("a", "b"), ways=[(VARIANT,), (VARIANT, VARIANT)], link=LINK, host_limit=0)),
     Room(None, Peak(5)),
-    Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
+    Settings({"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}, 1),
     RankCosts(
         Plan.of_rank(1, (Step(0, Computation.FORWARD, 0),), {0: ("a", "b")}),
         {0: StageCost((COST, COST), 1, 2, 3, 6, split=True)},

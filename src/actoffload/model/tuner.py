@@ -364,10 +364,7 @@ class Tuner(Steering):
         self._timed = timed = TimedPass(engine, tensors, meter, memory=memory)
         if stage is Stage.FIRST:
             timed.operators = OperatorTimes(backend)
-        if stage is not Stage.PLAN:
-            return self._leanest(timed.operators)
-        self._follow_found(self._script.found)
-        return self._planned(whole=False)
+        return self._follow_found(self._script.found) if stage is Stage.PLAN else self._leanest(timed.operators)
 
     def _leanest(self, operators: OperatorTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
@@ -376,23 +373,21 @@ class Tuner(Steering):
             settings if self._engine.host_room() == 0 else replace(settings, plan_for=lambda order: leanest(len(order)))
         )
 
-    def _follow_found(self, found: Findings) -> None:
-        """Follow forwards by a plan that is tried or kept."""
+    def _follow_found(self, found: Findings, *, whole: bool = False) -> PassSettings | None:
+        """Return how a forward is followed by a plan that is tried or kept."""
         assert found.plan is not None
         if self._plan is not found.plan:
             # Blocks may be skipped at random: the measured pass may not have had some that come later.
             full = found.limit is not None and found.bare.at(found.size) > found.limit
             self._follow(found.plan, offload_others=full)
+        return self._planned(whole=whole)
 
     def _whole(self) -> PassSettings | None:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         # The host memory that this plan does not need was freed, and a captured pass can take none.
         trying = self.stage is Stage.PLAN  # [guard: captured pass while a plan is tried -> False]
         found = self._script.found if trying else self.chosen
-        if found is None:
-            return self._leanest()
-        self._follow_found(found)
-        return self._planned(whole=True)
+        return self._leanest() if found is None else self._follow_found(found, whole=True)
 
     # The plan
 
@@ -423,9 +418,9 @@ class Tuner(Steering):
         assert chosen is not None
         fits = chosen.fits(elements, in_use)
         self._larger = 0 if fits else self._larger + 1
-        self._follow_found(chosen)
-        if fits:
-            return self._planned(whole=False)
+        planned = self._follow_found(chosen, whole=not fits)
+        if fits or planned is None:
+            return planned
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         leanest = self._leanest()
-        return leanest if self._ranks.copies.alone else replace(leanest, recompute=self._settings.recompute)
+        return leanest if self._ranks.copies.alone else replace(leanest, recompute=planned.recompute)

@@ -12,7 +12,6 @@ from os import PathLike
 from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module
 
 from .. import device as devices
@@ -28,7 +27,7 @@ from ..report.build import counted
 from ..report.report import GroupReport, RankReports, Report, gather_reports
 from ..schedule.orders import Computation
 from ..schedule.plan import Plan
-from ..tune.exchange import LostRankError, Ranks, Settings, disagreement_of
+from ..tune.exchange import LostRankError, Ranks, Settings
 from ..tune.script import Plans, Steps
 from .conductor import Conductor
 from .first_steps import FirstSteps, Limits, RankStage
@@ -110,8 +109,8 @@ class PipelineHandle(Handle):
         try:
             if self._number == 1:
                 # Find the ranks that run the same stages, and compare the arguments of all.
-                stages = (ref() for ref in self._followed)
-                wrong = disagreement_of(self._first.ranks.meet(self._settings, stages))
+                modules = (getattr(ref(), "submod", None) for ref in self._followed)
+                wrong = self._first.ranks.meet(self._settings, modules)
                 if wrong:
                     self.remove()
                     raise ValueError(wrong)
@@ -421,7 +420,7 @@ def _offload_schedule(
     arguments = {"schedule": name, "the number of microbatches": getattr(schedule, "_n_microbatches", 0), **shown}
     missing = {entry: each.missing[entry] for each in made for entry in each.missing}
     missing = {entry: reason for entry, reason in missing.items() if all(entry in each.missing for each in made)}
-    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, missing)
+    settings = Settings(arguments, problem, missing)
     first = FirstSteps(made, conductor, rank, ranks, limits)
     found = PipelineHandle(schedule, stages, first, settings)
     incompatible = unsupported()

@@ -29,7 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -239,10 +239,10 @@ def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
 class Settings:
     """The arguments of one rank, and what is wrong with them."""
 
-    rank: int  # global
     arguments: Mapping[str, Any]  # those that have to be the same on all ranks
     problem: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)  # entries that no stage has, with the reasons
+    rank: int = 0  # global
 
 
 register(Settings)
@@ -269,25 +269,25 @@ class Ranks:
         self._epoch = 0  # number of announcements
         self._again: int | None = None  # the pass that is announced
 
-    def meet(self, settings: Settings, stages: Iterable[Any]) -> list[Settings]:
-        """Return the settings of all ranks of a pipeline.
+    def meet(self, settings: Settings, modules: Iterable[Any], where: str = "") -> str:
+        """Return what is wrong with the arguments of all ranks that meet here; empty if nothing is.
 
-        Ranks that run copies of the stages of this one count if there are equally many of each rank of the pipeline.
+        Ranks that run copies of the modules of this one count if there are equally many of each rank of the pipeline.
         """
-        replicas = self._find_copies(getattr(stage, "submod", None) for stage in stages)
-        own = self._gather(self._pipeline, (settings, replicas))
-        if len({len(each) for _, each in own}) == 1:
+        replicas = self._find_copies(modules)
+        own = replace(settings, rank=max(self._pipeline.rank, self.copies.rank))
+        found = self._gather(self._pipeline, (own, replicas), where)
+        if len({len(each) for _, each in found}) == 1:
             self.replicas = replicas
         else:
             self.copies = LONE
-        return [each for ranks in self._gather(self.copies, [each for each, _ in own]) for each in ranks]
+        all_ranks = self._gather(self.copies, [each for each, _ in found], where)
+        return disagreement_of([*(each for ranks in all_ranks for each in ranks), own])
 
     def meet_for(self, model: weakref.ref[Module], arguments: Mapping[str, str]) -> None:
         """Find the other ranks of a model; if they passed other arguments to `offload`, all raise a `ValueError`."""
-        self._find_copies([model()])
-        own = Settings(self.copies.rank, arguments)
         try:
-            problem = disagreement_of([*self._gather(self.copies, own, "in the first forward"), own])
+            problem = self.meet(Settings(arguments), [model()], "in the first forward")
         except LostRankError as lost:
             self.lose(lost)
             return
