@@ -1,6 +1,7 @@
 """Which plans are tried after others, from what all ranks know: no rank stays above its limit."""
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from actoffload.pipeline.first_steps import FirstSteps, Limits, Plans, RankCosts
 from actoffload.planner import Variant
 from actoffload.schedule import LayerCost, Link, Plan, StageCost, one_f_one_b
 from actoffload.schedule.simulate import rank_plans
-from actoffload.tune.script import Trial
+from actoffload.tune.meter import Shown
+from actoffload.tune.script import Stage, Trial
 
 PLAIN = LayerCost.even(1000, forward=1.0, backward=2.0)
 AGAIN = LayerCost.even(100, forward=1.0, backward=3.0)
@@ -32,12 +34,32 @@ class Judge(FirstSteps):
     def __init__(self, known: list[RankCosts], limits: Limits = LIMITS) -> None:
         self.known, self._limits, self.limits = known, limits, [each.limit for each in known]
 
-    def _try(self, plans: Plans, whole: bool) -> Generator[Any, Any, Trial]:
+    def _try(self, plans: Plans, once: bool) -> Generator[Any, Any, Trial]:
         seconds, *peaks = yield plans
         return Trial(plans, seconds, peaks, self.limits)
 
     def judge(self) -> Generator[Any, Any, Plans]:
         return self.keep_best(plans_of(self.known, self._limits))
+
+
+class Timing(Judge):
+    """First steps whose passes are asked for: the seconds of the slower rank, and the peak of each."""
+
+    def _pass(self, stage: Stage) -> Generator[Any, Any, Any]:
+        seconds, *peaks = yield stage
+        return None, [Shown(seconds, peak) for peak in peaks]
+
+    _try, follow = FirstSteps._try, lambda self, plans: None
+
+
+@pytest.mark.parametrize(("over", "seconds", "passes"), [(0, 1.0, 1), (0, 1e4, 2), (1, 1.0, 3), (1, 1e4, 3)])
+def test_at_most_three_passes_are_tried(over, seconds, passes):
+    """A first plan that is slow runs twice; behind one above its limit a smaller one and whole replay run once."""
+    script, tried = Timing(measured()).judge(), 0
+    with suppress(StopIteration):
+        for tried in range(9):
+            script.send((seconds, LIMIT + over * (tried == 1), LIMIT) if tried else None)
+    assert tried == passes
 
 
 def judged(*trials: tuple[float, ...]) -> tuple[list[Plans], Plans | None]:

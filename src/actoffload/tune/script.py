@@ -9,12 +9,12 @@ costs in every other way.  A compiled group has no operators to time: it runs ag
 otherwise is counted where it is dropped.  Then the planner chooses the fastest plan that fits, and it is tried.
 
 `[Note: trials of plans]`  Groups and copies are measured each for itself.  Whether a whole pass takes as long as was
-simulated, and no more memory, is known only when it has run.  One that takes longer runs once more, because the first
-takes memory from the system and the host may pause in any, and the faster counts.  If a plan takes more memory than its
-limit, one for as much less is tried.  Last, one pass replays every group as a whole, as activation checkpointing does.
+simulated, and no more memory, is known only when it has run.  If the first plan takes longer, it runs once more, as it
+takes memory from the system and the host may pause in any pass, and the faster counts.  If a plan takes more memory
+than its limit, one for as much less is tried.  Last, one pass replays every group as a whole, as checkpointing does.
 That is kept if it is faster by `SCATTER`: the device has more to do there and the host less, and it is the time of the
 host that varies.  It is left out where the device alone took as long in the leanest pass, which replays all.  So where
-the first pass traces all groups, a plan that keeps its limit is final after five passes: two measured, three tried.
+the first pass traces all groups, and not two plans in a row exceed the limit, five passes do: two, and three trials.
 
 `[Note: ranks decide together]`  The ranks of a sharded or data-parallel model, and those of a pipeline, wait for each
 other.  If each decided by itself, one would replay everything while another times its plan.  So all ranks run the same
@@ -193,13 +193,13 @@ class Script(ABC):
 
     # Trials
 
-    def _try(self, plans: Plans, whole: bool) -> Steps[Trial]:
-        """Run passes with some plans, or with `whole` replay; see [Note: trials of plans]."""
+    def _try(self, plans: Plans, once: bool) -> Steps[Trial]:
+        """Run a pass with some plans, or two where it is slow, unless `once` does; see [Note: trials of plans]."""
         self.follow(plans)
         passes = [(yield from self._pass(Stage.PLAN))[1]]
         trial = self._trial(plans, passes)
         longest = (1 + LONGER) * max(plan.seconds or inf for plan in plans)
-        if whole or trial.over or trial.seconds <= longest:  # [guard: passes in which the host paused -> True]
+        if once or trial.over or trial.seconds <= longest:  # [guard: passes in which the host paused -> True]
             return trial
         return self._trial(plans, [*passes, (yield from self._pass(Stage.PLAN))[1]])
 
@@ -241,7 +241,7 @@ class Script(ABC):
             if not plans or work in known:
                 break
             known.append(work)
-            trial = yield from self._try(plans, before is not None)
+            trial = yield from self._try(plans, best is not None)
             excess = list(map(sum, zip(excess, trial.excess, strict=True)))
             if before is None:
                 self.took(trial)
