@@ -62,17 +62,6 @@ def test_what_the_model_returns_is_named_by_the_path_in_it():
     ]
 
 
-def test_a_call_without_hooks_names_its_arguments_as_well_and_a_model_without_a_name_its_class():
-    class Plain(nn.Module):
-        def forward(self, x):
-            where = address(x)
-            del x
-            return find_holders(where)
-
-    lines = Plain()(make())
-    assert lines == ("input `args[0]` of Plain",)
-
-
 def test_a_recorded_call_leaves_no_frame_to_the_collector():
     """Each refers to the frame that called it, and so to the arguments of the model."""
     model = Waves(6)

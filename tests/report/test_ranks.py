@@ -62,19 +62,6 @@ def test_ranks_of_a_pipeline_have_columns_of_their_own():
     assert rows[2][-3:] == ["1.0 MiB", "8.0 MiB", "-"]
 
 
-@pytest.mark.parametrize(
-    ("groups", "titles"),
-    [
-        (groups(*(f"h.{k}.{part}" for k in range(30) for part in ("attn", "mlp"))), ["h.*.attn", "h.*.mlp"]),
-        (groups("h.0.conv2d", "h.11.conv2d"), ["h.*.conv2d"]),  # the 2 is a part of the name
-        (groups("h.0.conv2d.1", "h.0.conv1d.0"), ["h.*.conv2d.*", "h.*.conv1d.*"]),
-        (groups("blocks.block_0", "blocks.block_1"), ["blocks.block_*"]),
-    ],
-)  # fmt: skip
-def test_titles_of_columns(groups, titles):
-    assert list(RankReports((Report(groups),), (0,)).offloaded[0]) == titles
-
-
 def test_without_groups_and_without_r():
     shown = lines(str(RankReports((Report(), Report(host_bytes=MIB)), (0, 1))))
     assert shown == [
