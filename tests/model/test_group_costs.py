@@ -15,15 +15,15 @@ from actoffload.engine.passes import Pass
 from actoffload.model import tuner
 from actoffload.schedule import Link
 from actoffload.schedule.plan import Plan
-from actoffload.schedule.timeline import Kind
+from actoffload.schedule.timeline import Kind, Span
 from actoffload.tune.costs import HOST_SECONDS, layer_costs, measured_link
-from actoffload.tune.meter import PASS, Copy, Meter, Span
+from actoffload.tune.meter import PASS, Meter, Visit
 
 MIB = 2**20
 
 
 def link(out: list[tuple[float, float, int]], back: list[tuple[float, float, int]]) -> Link | None:
-    copies = {Kind.D2H: [Copy(*copy) for copy in out], Kind.H2D: [Copy(*copy) for copy in back]}
+    copies = {kind: [Span(kind, 0, *copy) for copy in each] for kind, each in ((Kind.D2H, out), (Kind.H2D, back))}
     meter: Any = SimpleNamespace(copies=copies.__getitem__)
     return measured_link(meter)
 
@@ -62,14 +62,8 @@ def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) ->
 
 def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reasons():
     seconds = {Kind.FORWARD: [5.0, 6.0, 50.0, 70.0], Kind.BACKWARD: [3.0, 2.0, 40.0, HOST_SECONDS]}
-    host = {kind: {k: Span(0.0, each) for k, each in enumerate(found)} for kind, found in seconds.items()}
-    meter: Any = SimpleNamespace(
-        host_spans=lambda kind, groups: host[kind],
-        times={PASS: {}},
-        around=lambda k: [None] * 4,
-        temporaries=lambda: [[0] * 4] * 4,
-        allocated_before=0,
-    )
+    visits = {(PASS, kind, k): Visit(host=each) for kind, found in seconds.items() for k, each in enumerate(found)}
+    meter: Any = SimpleNamespace(visits=visits, allocated_before=0)
     found = layer_costs(meter, [(1, 1)] * 4, [int, int, int, str], (), 0)
     assert [of.host_forward for of in found] == [5.0 - 2 * HOST_SECONDS] * 3 + [70.0 - 2 * HOST_SECONDS]
     assert [of.host_backward for of in found] == [2.0 - 2 * HOST_SECONDS] * 3 + [0.0]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median, median_low
-from typing import Any
 
 from torch.nn import Module
 
@@ -18,10 +17,9 @@ from ..device.base import Backend, current_stream
 from ..planner import OperatorCost, Variant, replay_ways
 from ..planner.variants import correct_times
 from ..schedule.costs import TEMPORARIES, TIMES, LayerCost, Link, Saved, StageCost, spread_evenly
-from ..schedule.orders import Computation, Order, Step
-from ..schedule.timeline import Kind
-from .meter import PASS, WHOLE, Copy, Meter, Span, StepMeter, Times, spans
-from .meter import kind_of as kind_of_computation
+from ..schedule.orders import Computation, Order
+from ..schedule.timeline import Kind, Span
+from .meter import PASS, WHOLE, Meter, StepMeter, Visit
 
 HOST_SECONDS = 600e-6
 """Seconds of the host for one tensor that is offloaded.
@@ -74,18 +72,18 @@ def probed_link(backend: Backend, room: int | None) -> Link | None:
     return Link(*rates)
 
 
-def _beside(others: Sequence[Copy]) -> Callable[[Copy], float]:
+def _beside(others: Sequence[Span]) -> Callable[[Span], float]:
     """Return a function: for how many seconds others, of which one ran at a time, ran beside a copy."""
-    starts, until = [copy.begun for copy in others], [0.0, *accumulate(copy.seconds for copy in others)]
+    starts, until = [copy.start for copy in others], [0.0, *accumulate(copy.seconds for copy in others)]
 
     def before(now: float) -> float:
         count = bisect_right(starts, now)
-        return until[count] - max(others[count - 1].ended - now, 0.0) if count else 0.0
+        return until[count] - max(others[count - 1].end - now, 0.0) if count else 0.0
 
-    return lambda copy: max(before(copy.ended) - before(copy.begun), 0.0)
+    return lambda copy: max(before(copy.end) - before(copy.start), 0.0)
 
 
-def _rate(copies: Sequence[Copy], shared: Sequence[float]) -> float | None:
+def _rate(copies: Sequence[Span], shared: Sequence[float]) -> float | None:
     """Return the bytes per second of copies in one direction, of those that ran alone if there are such."""
     alone = [copy for copy, part in zip(copies, shared, strict=True) if not part] or copies
     seconds = sum(copy.seconds for copy in alone)
@@ -103,68 +101,69 @@ def layer_costs(
     for another reason than its work, so groups of one kind have the least of what they took, without the time for the
     tensors that were offloaded.
     """
-    times = meter.times[PASS]
     more = max(allocated - meter.allocated_before, 0)  # [guard: gradients before some passes only]
     groups = range(len(sizes))
-    alike = fold(groups, kinds.__getitem__)
-    turned = max((seconds for (kind, *_), seconds in times.items() if kind is Kind.FORWARD), default=0.0)
-    runs = (Kind.FORWARD, groups, 0.0), (Kind.BACKWARD, groups[::-1], turned)
-    hosts = [meter.host_spans(kind, order) for kind, order, _ in runs]
-    devices = [spans(times, *run) for run in runs]
-    forwards, backwards = (_without_pauses(*both, alike) for both in zip(devices, hosts, strict=True))
-    least_host = [
-        {k: min((host[each].seconds for each in same if each in host), default=0.0) for same in alike for k in same}
-        for host in hosts
-    ]
-    costs, temporaries = [], meter.temporaries()
+    forwards, backwards = (
+        _without_pauses({k: visit for k in groups if (visit := meter.visits.get((PASS, kind, k)))}, kinds)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    costs = []
     for k in groups:
-        borders = meter.around(k)
-        least = min((border.other_bytes for border in borders if border is not None), default=0)
-        first, second, third, fourth = (more + (least if border is None else border.other_bytes) for border in borders)
+        levels = [each[k].other_bytes for each in (forwards, backwards) if k in each]
+        least = min((level for pair in levels for level in pair), default=0)
+        forward, backward = (each.get(k, Visit(other_bytes=(least, least))) for each in (forwards, backwards))
+        first, second, third, fourth = (more + level for level in (*forward.other_bytes, *backward.other_bytes))
         saved = tuple(Saved(nbytes) for nbytes in sizes[k] if nbytes) if k in compiled else spread_evenly(sizes[k])
-        host_forward, host_backward = (max(each[k] - HOST_SECONDS * len(saved), 0.0) for each in least_host)
         cost = replace(
-            _cost(forwards[k], backwards[k], saved, temporaries[k]),
+            _cost(forward, backward, saved),
             other_bytes=(first, second, third, fourth),
             unpacks_at_once=k in compiled,
-            host_forward=host_forward,
-            host_backward=host_backward,
+            host_forward=max(forward.host - HOST_SECONDS * len(saved), 0.0),
+            host_backward=max(backward.host - HOST_SECONDS * len(saved), 0.0),
         )
         costs.append(cost)
     return costs
 
 
-def _cost(forward: Span, backward: Span, saved: Sequence[Saved], temporaries: Sequence[int]) -> LayerCost:
-    """Return the cost of a group by its times, and the memory that it takes for a time at its four borders."""
-    known: dict[str, Any] = dict(zip(TEMPORARIES, temporaries, strict=True))
-    known |= {"gap_forward": forward.gap, "gap_backward": backward.gap}
-    return LayerCost(forward.seconds, backward.seconds, tuple(saved), **known)
+def _cost(forward: Visit, backward: Visit, saved: tuple[Saved, ...]) -> LayerCost:
+    """Return the cost of a group by the times and the temporary memory of its visits."""
+    return LayerCost(
+        forward.seconds,
+        backward.seconds,
+        saved,
+        gap_forward=forward.gap,
+        gap_backward=backward.gap,
+        forward_temporary=forward.temporary,
+        backward_temporary=backward.temporary,
+        gap_forward_temporary=forward.gap_temporary,
+        gap_backward_temporary=backward.gap_temporary,
+    )
 
 
-def _without_pauses(
-    device: Mapping[int, Span], host: Mapping[int, Span], alike: Iterable[Sequence[int]]
-) -> dict[int, Span]:
-    """Return the times of the device in groups and in the gaps before them, as if the host had not paused in them.
+def _without_pauses(visits: Mapping[int, Visit], kinds: Sequence[Hashable]) -> dict[int, Visit]:
+    """Return visits as if the host had not paused in them and in the gaps, with the least of its times.
 
     Beside large libraries a collection of garbage takes tenths of a second.  So what the host took longer than is usual
-    for groups that are `alike` is taken from the time of the device, of which at least the usual is left.
+    for groups of a kind is taken from the time of the device, of which at least the usual is left.
     """
-    found = {k: list(span) for k, span in device.items()}
-    for groups in alike:
-        known = [k for k in groups if k in host]
-        for part in range(len(Span._fields) if known else 0):
-            usual, usual_of_host = (median_low(each[k][part] for k in known) for each in (device, host))
-            for k in known:
-                taken, pause = device[k][part], max(host[k][part] - usual_of_host, 0.0)
-                # [guard: groups in which the host pauses]
-                found[k][part] = max(taken - pause, min(taken, usual))
-    return {k: Span(*parts) for k, parts in found.items()}
+    found = {}
+    for alike in fold(list(visits), kinds.__getitem__):
+        known = [visits[k] for k in alike]
+        least, usual = min(visit.host for visit in known), Visit(*map(median_low, zip(*known, strict=True)))
+        for k in alike:
+            gap, seconds, host_gap, host, *_ = visits[k]
+            pause_before, pause = max(host_gap - usual.host_gap, 0.0), max(host - usual.host, 0.0)
+            # [guard: groups in which the host pauses]
+            gap = max(gap - pause_before, min(gap, usual.gap))
+            seconds = max(seconds - pause, min(seconds, usual.seconds))
+            found[k] = visits[k]._replace(gap=gap, seconds=seconds, host=least)
+    return found
 
 
 def gradient_bytes(meter: Meter, groups: int) -> tuple[tuple[int, ...], ...]:
     """Return the new gradients that were there at the four borders of each group, as in `LayerCost.other_bytes`."""
-    around = map(meter.around, range(groups))
-    return tuple(tuple(0 if border is None else border.gradients for border in borders) for borders in around)
+    backwards = (meter.visits.get((PASS, Kind.BACKWARD, k), Visit()) for k in range(groups))
+    return tuple((0, 0, *visit.gradients) for visit in backwards)
 
 
 def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCost:
@@ -276,10 +275,9 @@ def stage_cost(
     # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
     late = {step.stage for step in order if step.computation is Computation.BACKWARD_INPUT}
     split = facts.split or (stage > 0 and stage in late)
-    temporaries = {} if meter is None else meter.temporaries(stage)
     groups, known = [], len(gradients) == len(sizes)
-    for k, (forward, backward, weights) in enumerate(_group_times(stage, len(sizes), meter, split=split)):
-        cost = _cost(forward, backward, spread_evenly(sizes[k]), temporaries.get(k, [0] * 4))
+    for k, (forward, backward, weights) in enumerate(_visits(stage, len(sizes), meter, split=split)):
+        cost = _cost(forward, backward, spread_evenly(sizes[k]))
         groups.append(replace(cost, weight_backward=weights, gradient_bytes=gradients[k] if known else 0))
     boundary, output = (0, facts.boundary) if facts.returns else (facts.boundary, 0)
     return StageCost(
@@ -292,54 +290,39 @@ def stage_cost(
     )
 
 
-def _group_times(stage: int, count: int, meter: StepMeter | None, *, split: bool) -> list[tuple[Span, Span, float]]:
-    """Return the times of each group in forward and backward, and the seconds for its weights; even if not known."""
-    even = [(Span(0.0, 1.0), Span(0.0, 2.0), 1.0)] * count
-    if meter is None:
-        return even
-    ran = {computation: _ran(meter, stage, computation) for computation in Computation}
-    forward, inputs, backward, both = (
-        _median_spans(ran[computation], kind_of_computation(computation), count)
-        for computation in (
-            Computation.FORWARD,
-            Computation.BACKWARD_INPUT,
-            Computation.BACKWARD,
-            Computation.BACKWARD_WEIGHT,
-        )
-    )
-    if backward is None and not split:  # the weight backward is the full one
-        backward = both
-    if forward is None or (backward is None and inputs is None):
-        return even
-    weights = [1.0] * count
-    if inputs is not None and both is not None:
-        whole, late = sum(each.seconds for each in inputs), _seconds(ran[Computation.BACKWARD_WEIGHT], Kind.BACKWARD)
-        weights = [late * (each.seconds / whole if whole else 1 / count) for each in inputs]
-    elif backward is not None:
-        weights = [each.seconds / 2 for each in backward]
-    if backward is None:
-        backward = [Span(each.gap, each.seconds + late) for each, late in zip(inputs or (), weights, strict=True)]
+def _visits(stage: int, count: int, meter: StepMeter | None, *, split: bool) -> list[tuple[Visit, Visit, float]]:
+    """Return the usual forward and backward of each group, and the seconds for its weights; even if not known."""
+    seen = defaultdict[tuple[Computation, int], list[Visit]](list)
+    for (step, _, group), visit in ({} if meter is None else meter.visits).items():
+        if step.stage == stage:
+            seen[step.computation, group].append(visit)
+
+    def usual(computation: Computation) -> list[Visit]:
+        """Return the visits of all groups, equal parts of the computation if none was seen, none if that was not."""
+        whole, each = seen[computation, WHOLE], [seen[computation, k] for k in range(count)]
+        if whole and not any(each):
+            return [Visit(seconds=median(visit.seconds for visit in whole) / count)] * count
+        return [_usual(visits) for visits in each] if whole else []
+
+    forward, inputs, backward = map(usual, (Computation.FORWARD, Computation.BACKWARD_INPUT, Computation.BACKWARD))
+    if not backward and not split:  # the weight backward is the full one
+        backward = usual(Computation.BACKWARD_WEIGHT)
+    if not forward or not (backward or inputs):
+        return [(Visit(seconds=1.0), Visit(seconds=2.0), 1.0)] * count
+    weights = [visit.seconds / 2 for visit in backward] or [1.0] * count
+    late = [visit.seconds for visit in seen[Computation.BACKWARD_WEIGHT, WHOLE]]
+    if inputs and late:
+        whole = sum(visit.seconds for visit in inputs)
+        weights = [median(late) * (visit.seconds / whole if whole else 1 / count) for visit in inputs]
+    if not backward:
+        pairs = zip(inputs, weights, strict=True)
+        backward = [visit._replace(seconds=visit.seconds + seconds) for visit, seconds in pairs]
     return list(zip(forward, backward, weights, strict=True))
 
 
-def _ran(meter: StepMeter, stage: int, computation: Computation) -> list[Times]:
-    """Return when each microbatch of a computation of a stage came to its borders, and its groups to theirs."""
-    ends = kind_of_computation(computation), WHOLE, True
-    found = [(step, times) for step, times in meter.times.items() if isinstance(step, Step) and ends in times]
-    return [times for step, times in found if (step.stage, step.computation) == (stage, computation)]
-
-
-def _seconds(ran: Sequence[Times], kind: Kind) -> float:
-    """Return the median seconds of a computation, without stalls."""
-    return median(times[kind, WHOLE, True] - times[kind, WHOLE, False] for times in ran)
-
-
-def _median_spans(ran: Sequence[Times], kind: Kind, count: int) -> list[Span] | None:
-    """Return the median times of each group in a computation, equal parts if no group was seen; None without any."""
-    if not ran:
-        return None
-    order = range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
-    found = [spans(times, kind, order, times[kind, WHOLE, False]) for times in ran if len(times) > 2]
-    if not found:
-        return [Span(0.0, _seconds(ran, kind) / count)] * count
-    return [Span(*map(median, zip(*(each[k] for each in found), strict=True))) for k in range(count)]
+def _usual(visits: Sequence[Visit]) -> Visit:
+    """Return the median times of some visits of a group, and the most memory."""
+    if not visits:
+        return Visit()
+    gaps, seconds, *_, gap_temporary, temporary, _, _ = zip(*visits, strict=True)
+    return Visit(median(gaps), median(seconds), gap_temporary=max(gap_temporary), temporary=max(temporary))

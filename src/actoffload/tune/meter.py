@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from ..engine.statistics import Counters, Reason, TimelineRecorder
 from ..engine.storage import Residency, SavedStorage
 from ..schedule.costs import StageCost
 from ..schedule.orders import Computation, Step
-from ..schedule.timeline import Kind
+from ..schedule.timeline import Kind, Span
 
 LONGEST = 0.1
 """Seconds for which the device is kept busy at most before a group."""
@@ -51,25 +51,24 @@ class Border:
     gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
 
 
-class Copy(NamedTuple):
-    """When a copy ran, in seconds since the first border of the step, and its bytes."""
+class Visit(NamedTuple):
+    """What a group took in one direction of a step, from the border before it on."""
 
-    begun: float
-    ended: float
-    nbytes: int
+    gap: float = 0.0  # seconds of the device before it
+    seconds: float = 0.0  # of the device in it
+    host_gap: float = 0.0
+    host: float = 0.0  # seconds for which the host queued it, also while it waited
+    gap_temporary: int = 0
+    temporary: int = 0
+    other_bytes: tuple[int, int] = (0, 0)  # as in `Border`, where it begins and where it ends
+    gradients: tuple[int, int] = (0, 0)
 
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.ended - self.begun
 
-
+WHOLE = -1  # in place of a group: the computation of a step
 PASS = "pass"  # what a model has in place of the steps of a pipeline
 
 Place: TypeAlias = tuple[Hashable, Kind, int, bool]
 """Where a border is: its step, see `Meter.step_of`, forward or backward, the group, and whether that ends there."""
-Times: TypeAlias = dict[tuple[Kind, int, bool], float]
-"""Seconds until each border of a step."""
 
 
 class Meter(TimelineRecorder):
@@ -177,11 +176,6 @@ class Meter(TimelineRecorder):
         gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
         return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
 
-    def around(self, layer: int) -> list[Border | None]:
-        """Return where the forward and the backward of a group of a model begin and end; None where they do not."""
-        kinds = Kind.FORWARD, Kind.BACKWARD
-        return [self.borders.get((PASS, kind, layer, ends)) for kind in kinds for ends in (False, True)]
-
     @property
     def first(self) -> StreamEvent:
         """The first border, from which times count."""
@@ -194,63 +188,44 @@ class Meter(TimelineRecorder):
             self._backend.synchronize(self._backend.current_device())
 
     @cached_property
-    def times(self) -> dict[Hashable, Times]:
-        """By step, the seconds of the device until each border, as if no copy had been waited for."""
+    def visits(self) -> dict[tuple[Any, Kind, int], Visit]:
+        """Each visit by step, direction and group, as if no copy had been waited for."""
         first, elapsed = self.first, self._backend.elapsed
         waits = [(begun, ended) for kind, _, begun, ended, _ in self._spans if kind is Kind.STALL]
         stalls = [(elapsed(first, ended), elapsed(begun, ended)) for begun, ended in waits]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
         until, stalled = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
-        found = dict[Hashable, Times]()
-        for (step, kind, layer, ends), border in self.borders.items():
-            at = elapsed(first, border.event)
-            found.setdefault(step, {})[kind, layer, ends] = at - stalled[bisect_right(until, at)]
-        return found
-
-    def temporaries(self, stage: int | None = None) -> Mapping[int, list[int]]:
-        """Return by group, of a stage if given, the most bytes allocated for a time before each of its borders."""
-        found = defaultdict[int, list[int]](lambda: [0] * 4)
+        starts = dict[tuple[Hashable, Kind, int], tuple[float, float, float, Border]]()
+        found, last, queued = dict[tuple[Any, Kind, int], Visit](), dict[Hashable, float](), dict[Hashable, float]()
         for (step, kind, group, ends), border in self.borders.items():
-            if stage is None or (isinstance(step, Step) and step.stage == stage):
-                place = 2 * (kind is Kind.BACKWARD) + ends
-                found[group][place] = max(found[group][place], border.temporary)
+            now = elapsed(first, border.event)
+            now -= stalled[bisect_right(until, now)]
+            place = step, kind, group
+            if not ends:
+                gap, host_gap = now - last.get(step, now), border.host - queued.get((step, kind), border.host)
+                starts[place] = now, max(gap, 0.0), host_gap, border
+            elif place in starts:
+                begun, gap, host_gap, before = starts[place]
+                found[place] = Visit(
+                    *(gap, max(now - begun, 0.0), host_gap, border.host - before.host),
+                    *(before.temporary, border.temporary),
+                    (before.other_bytes, border.other_bytes),
+                    (before.gradients, border.gradients),
+                )
+            if ends or group == WHOLE:
+                last[step] = max(now, last.get(step, 0.0))
+                queued[step, kind] = max(border.host, queued.get((step, kind), 0.0))
         return found
 
-    def host_spans(self, kind: Kind, groups: Iterable[int]) -> dict[int, Span]:
-        """Return for how long the host queued each group of a model, also while it waited, and what lies before it."""
-        at = {place[2:]: border.host for place, border in self.borders.items() if place[:2] == (PASS, kind)}
-        ran = [k for k in groups if (k, True) in at]
-        return spans({(kind, *place): host for place, host in at.items()}, kind, ran, at[ran[0], False]) if ran else {}
-
-    def copies(self, kind: Kind) -> list[Copy]:
-        """Return the copies in one direction, in the order in which they ran."""
+    def copies(self, kind: Kind) -> list[Span]:
+        """Return the copies in one direction, in the order in which they ran, in seconds since the first border."""
         first, elapsed = self.first, self._backend.elapsed
-        return sorted(
-            Copy(elapsed(first, begun), elapsed(first, ended), nbytes)
-            for copied, _, begun, ended, nbytes in self._spans
+        found = (
+            Span(kind, layer, elapsed(first, begun), elapsed(first, ended), nbytes)
+            for copied, layer, begun, ended, nbytes in self._spans
             if copied is kind
         )
-
-
-class Span(NamedTuple):
-    """Seconds of the gap before a group, and of the group."""
-
-    gap: float = 0.0
-    seconds: float = 0.0
-
-
-def spans(times: Times, kind: Kind, groups: Iterable[int], now: float) -> dict[int, Span]:
-    """Return the times of groups in a forward or a backward from some moment on; 0 where backward never comes."""
-    found = {}
-    for k in groups:
-        ended = times.get((kind, k, True))
-        if ended is None:
-            found[k] = Span()
-            continue
-        begun = times[kind, k, False]
-        found[k] = Span(max(begun - now, 0.0), max(ended - begun, 0.0))
-        now = max(ended, now)
-    return found
+        return sorted(found, key=lambda span: (span.start, span.end))
 
 
 def _on_device(owner: Pass) -> int:
@@ -280,8 +255,6 @@ def _counts_in(storage: SavedStorage, layer: Layer) -> bool:
 
 
 # Pipelines
-
-WHOLE = -1  # in place of a group: the computation
 
 
 class StepMeter(Meter):
