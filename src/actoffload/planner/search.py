@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ..schedule.costs import Link, StageCost
 from ..schedule.plan import Plan
@@ -114,33 +114,22 @@ class Ranks:
             self.use(_Greedy(self, rank, limit, free).best())
 
 
-class _Step(NamedTuple):
-    """From one way of a group to one that saves less."""
-
-    price: float  # seconds for each byte
-    pair: Pair
-    way: int
-
-
 class _Greedy:
     """Searches the ways of the groups of a rank: the cheapest bytes first, as many as make the step shortest."""
 
     def __init__(self, ranks: Ranks, rank: int, limit: float, free: float) -> None:
         self._ranks, self._which, self._limit, self._free = ranks, rank, limit, free
-        self._others = ranks.ways
-        self._pairs = ranks.pairs[rank]
-        costs = {pair: [way.cost for way in ranks.variants[pair]] for pair in self._pairs}
-        self._saved = {pair: [cost.nbytes for cost in each] for pair, each in costs.items()}
-        self._seconds = {pair: [cost.forward + cost.backward for cost in each] for pair, each in costs.items()}
+        self._others, self._pairs = ranks.ways, ranks.pairs[rank]
+        self._last = {pair: len(ranks.variants[pair]) - 1 for pair in self._pairs}
         self._tries = LEAST + WORK // max(len(ranks.profiles[rank].needs), 1)
         self._known: dict[tuple[tuple[Pair, int], ...], Rank] = {}
         self._best: tuple[Rank, Ways] = (True, inf), {}
 
     def best(self) -> Ways:
         """Return the best ways that are found."""
-        self._rank({pair: way for pair, way in self._others.items() if pair in self._saved})
+        self._rank({pair: way for pair, way in self._others.items() if pair in self._last})
         self._rank({})
-        self._rank({pair: len(each) - 1 for pair, each in self._saved.items() if len(each) > 1})
+        self._rank({pair: last for pair, last in self._last.items() if last})
         self._search()
         self._improve()
         return {**self._others, **self._best[1]}
@@ -168,25 +157,28 @@ class _Greedy:
             return False, round(found[1], 12)
         return True, float(profile.smallest().peak_bytes) if exceeds else inf
 
-    def _steps(self) -> list[_Step]:
-        """Return steps from no recomputation to the most, the cheapest bytes first."""
-        steps: list[_Step] = []
+    def _steps(self) -> list[tuple[Pair, int]]:
+        """Return groups and their next ways, from no recomputation to the most, the cheapest bytes first."""
+        steps = list[tuple[float, Pair, int]]()
         for pair in self._pairs:
-            nbytes, seconds, before, price = self._saved[pair], self._seconds[pair], 0, 0.0
-            for way in range(1, len(nbytes)):
-                less = nbytes[before] - nbytes[way]
+            costs = [way.cost for way in self._ranks.variants[pair]]
+            before, price = costs[0], 0.0  # seconds for each byte
+            for way, cost in enumerate(costs):
+                less, more = (
+                    before.nbytes - cost.nbytes,
+                    cost.forward + cost.backward - before.forward - before.backward,
+                )
                 if less > 0:
-                    price = max(price, (seconds[way] - seconds[before]) / less)  # so that they stay in order
-                    steps.append(_Step(price, pair, way))
-                    before = way
-        return sorted(steps, key=lambda step: step.price)
+                    before, price = cost, max(price, more / less)  # so that they stay in order
+                    steps.append((price, pair, way))
+        return [(pair, way) for _, pair, way in sorted(steps, key=lambda step: step[0])]
 
     def _search(self) -> None:
         """Try extents of the steps, finer and finer near the best."""
         steps = self._steps()
 
         def rank(number: int) -> Rank:
-            return self._rank({step.pair: step.way for step in steps[:number]})
+            return self._rank(dict(steps[:number]))
 
         stride = max(len(steps) // EXTENTS, 1)
         near: Sequence[int] = [*range(0, len(steps), stride), len(steps)]
@@ -210,7 +202,7 @@ class _Greedy:
                     other = dict(ways)
                     for k, pair in enumerate(self._pairs[start : start + 2 * size]):
                         way = ways.get(pair, 0) + (here if k < size else next_)
-                        other[pair] = min(max(way, 0), len(self._saved[pair]) - 1)
+                        other[pair] = min(max(way, 0), self._last[pair])
                     improved |= self._rank({pair: way for pair, way in other.items() if way}) < best
             if not improved:
                 size = 0 if size == 1 else max(size // 4, 1)

@@ -81,28 +81,19 @@ def steps_of(calls: Iterable[tuple[Event, Action]]) -> Steps:
 class Plan:
     """Which actions follow which events in one pass, and what that is expected to cost.
 
-    The plan of a rank of a pipeline is about all its microbatches; it has also `rank`, `order` and `stages`.  ``print``
-    gives a table by group; while no sizes are given, the actions in order.
+    ``print`` gives a table by group; while no sizes are given, the actions in order.
 
     Parameters
     ----------
     model_layers : int
         Number of layers, or groups, in one pass; at least 1.
     steps : mapping of Event to tuple of Action
-        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order,
+        What is done at an event, in order: each layer is offloaded, released and reloaded at most once, in this order,
         for each microbatch.
     names : tuple of str
         The layers, in execution order; by default their numbers.  A group that runs twice comes twice.
     nbytes : tuple of int
         Bytes that each layer saves and that could be offloaded, 0 if not known; empty if no sizes are given.
-    seconds, baseline_seconds : float, optional
-        Expected time of a step, and without offloading.
-    peak_bytes, baseline_peak_bytes : int, optional
-        Expected peak of device memory in forward and backward, and without offloading and recomputation.
-    saved_peak_bytes : int, optional
-        Expected peak of the saved tensors of a rank alone.
-    because : str
-        Why this plan was chosen, in sentences; may be empty.
     recomputed_nbytes : tuple of int
         Bytes that each layer computes again in backward instead of saving them; empty if none is recomputed.
     recompute_seconds : float
@@ -111,24 +102,25 @@ class Plan:
         For each layer None if it is not recomputed, otherwise the names of the operators whose outputs are saved, such
         as ``aten.mm.default#0`` for the first matrix product; empty if no layer is recomputed.
     holds : bool
-        Whether what is made again stays on the device until its last use.  Otherwise what is cheap to make is freed and
-        made once more, which takes less memory.
+        Whether what is made again stays on the device until its last use, instead of being made once more.
+    seconds, baseline_seconds : float, optional
+        Expected time of a step, and without offloading.
+    peak_bytes, baseline_peak_bytes : int, optional
+        Expected peak of device memory in forward and backward, and without offloading and recomputation.
+    saved_peak_bytes : int, optional
+        Expected peak of the saved tensors of a rank alone.
+    because : str
+        Why this plan was chosen, in sentences; may be empty.
     manual : bool
         Whether the program calls for each transfer.
-    rank : int, optional
-        The rank of a pipeline.
-    order : tuple of Step
-        What it computes, in order; of a model the forward of each layer and then the backward of each.
-    stages : tuple of int
-        The stage of each layer, ascending; of a model each layer is its own.
-    splits : tuple of int
-        The stages whose input backward uses what they save.
+    rank, order, stages, splits : int, tuple of Step, tuple of int, tuple of int
+        Of a plan for a rank of a pipeline: its number, what it computes in order, the stage of each layer, ascending,
+        and the stages whose input backward uses what they save.
 
     Raises
     ------
     ValueError
-        If a layer does not exist, an action comes twice, the actions of a layer are out of order, or there are not as
-        many names or sizes as layers.
+        If a layer does not exist, an action comes twice or out of order, or there are not as many names as layers.
 
     Examples
     --------

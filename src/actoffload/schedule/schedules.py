@@ -20,9 +20,8 @@ RESIDENT = 2
 class DefaultSchedule:
     """Offload the first `num_layers` of `model_layers`; at most the difference is resident at any time.
 
-    With ``window = model_layers - num_layers``, layer ``i`` is copied while it and the next layers compute.  It is
-    released before layer ``i + window`` starts, and reloaded after the backward of layer ``i + window``.  The rule is
-    that of Transformer Engine's CPU offloading.
+    With ``window = model_layers - num_layers``, layer ``i`` is released before layer ``i + window`` starts, and
+    reloaded after the backward of layer ``i + window``.  The rule is that of Transformer Engine's CPU offloading.
 
     Parameters
     ----------
@@ -73,14 +72,12 @@ class DefaultSchedule:
 class GroupSchedule:
     """Which groups of a sequence are offloaded, and when they are released and reloaded.
 
-    A group is a stretch of the forward whose saved tensors are offloaded together.  Groups are of one *kind* if they
-    play the same part in their blocks, such as all attention modules.  The last group of each kind is kept, because
-    backward begins there; so are the last two of the sequence.
+    Groups are of one *kind* if they play the same part in their blocks, such as all attention modules.  The last group
+    of each kind is kept, because backward begins there; so are the last two of the sequence.
 
     Let ``d`` be the number of groups at the end of the sequence that are kept, or ``max_inflight + 1`` if that is less.
-    Group ``i`` is copied while it computes, and freed before group ``i + d`` starts.  So the device holds the bytes of
-    ``d`` groups.  Group ``i`` is reloaded after the backward of group ``i + d``; with several kinds of at most the
-    second behind it, because groups of different sizes do not fit into each other's memory.
+    Group ``i`` is freed before group ``i + d`` starts, and reloaded after the backward of group ``i + d``; with several
+    kinds of at most the second behind it, because groups of different sizes do not fit into each other's memory.
 
     Parameters
     ----------
@@ -89,8 +86,7 @@ class GroupSchedule:
     fraction : float
         Fraction of the eligible groups to offload, from the first, rounded.
     max_inflight : int, optional
-        Largest number of groups that are being copied when a group ends, in either direction; compute waits where
-        there would be more.  None for no limit but that of the kept groups.
+        Largest number of groups that are being copied when a group ends, in either direction.
 
     Raises
     ------
@@ -150,11 +146,7 @@ class GroupSchedule:
 
 
 class ExecutionOrder:
-    """The order of the groups in one pass: as in an earlier pass, and corrected as groups run.
-
-    A group that is skipped is removed.  A group that runs out of order, because it is called a second time or was
-    skipped before, is inserted.
-    """
+    """The order of the groups in one pass: as earlier, without those that are skipped, with those that run besides."""
 
     def __init__(self, earlier: Sequence[int]) -> None:
         self._earlier = earlier
@@ -211,7 +203,7 @@ def remap(plan: Plan, names: Sequence[str], *, offload_others: bool = False) -> 
 
     Each action is done at the same event of the same group, or at the next event in time if that group does not run.
     Groups that the plan does not know are kept, or, with `offload_others`, offloaded as in the plan with the smallest
-    peak; so is the one that was the last, if others follow it now.  The last group is kept: there is no time for it.
+    peak; so is the one that was the last, if others follow it now.
     """
     if tuple(names) == plan.names:
         return plan

@@ -102,18 +102,14 @@ class Simulation:
     ----------
     timeline : Timeline
         Spans of compute, copies and stalls, and the resident bytes.
-    step_time : float
-        Seconds from the start of the step to the end of the last backward.
-    forward_time : float
-        Seconds of `step_time` until the first backward starts.
-    baseline : float
-        Seconds that the step takes when nothing is offloaded.
+    step_time, forward_time, baseline : float
+        Seconds of the step, until the first backward starts, and of the step without offloading.
     forward_stall, backward_stall : float
         Seconds for which compute waited for copies, until the first backward starts and later.
     reloaded_on_demand : int
         Saved tensors that were reloaded only when backward used them.
     device_peak_bytes : int
-        Largest number of bytes on the device at one time, with all that the costs name beside the saved activations.
+        Peak of the device memory, with all that the costs name beside the saved activations.
     bubble_seconds : float
         Seconds for which compute waited for what other ranks send.
     starts : tuple of float

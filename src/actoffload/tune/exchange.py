@@ -1,15 +1,13 @@
 """Messages between the ranks of a model or a pipeline, through the key-value store of `torch.distributed`.
 
-`[Note: no collectives]`  A rank that deviates, because it ends early or runs another forward, must
-not make the others hang.  A collective would: it waits until all ranks take part.  A message lies in the store until
-it is read, and waiting for one has a limit.  The store is polled, because a wait inside of it blocks its other users in
-this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
-Messages are plain data, see [Note: messages].
+`[Note: no collectives]`  A rank that deviates, because it ends early or runs another forward, must not make the others
+hang, as it would in a collective.  A message lies in the store until it is read, and waiting for one has a limit.  The
+store is polled, because a wait inside of it blocks its other users in this process.  It is looked up for each message:
+a reference would keep the port of a destroyed process group in use.  Messages are plain data, see [Note: messages].
 
 What ranks do together is one operation: each sends a value, the first rank collects them, and answers with all.  It
-waits half as long as the others wait for it, so that they learn from it who is missing.  Each meeting of ranks has keys
-of its own: it has a number, which counts the meetings of these ranks in the process.  A rank that takes no part leaves,
-so that no other one waits for it.
+waits half as long as the others wait for it, so that they learn from it who is missing.  A rank that takes no further
+part leaves, so that no other one waits for it.
 
 `[Note: exchanges]`  All ranks of a pipeline make the same exchanges when one of the first steps begins.  Steps with
 backward are counted, and all ranks run the same number.  If a rank has not measured a whole step, all ranks see that,
@@ -62,10 +60,9 @@ class LostRankError(Exception):
 
 
 class Exchange:
-    """The messages of one meeting of ranks; any method may raise a `LostRankError`.
+    """The messages of one meeting of global ranks, with a `name` of its own; any method may raise a `LostRankError`.
 
-    The `name` is of no other meeting.  Of the global `ranks` the first one leads; where there is one, it posts nothing.
-    `store` returns the store, None if there is none any more; by default that of the default process group.
+    The first rank leads; alone it posts nothing.  `store` returns the store, None if there is none any more.
     """
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
@@ -130,21 +127,20 @@ class Exchange:
         Another one takes no further part, and the first rank warns of it.
         """
         self._number += 1
-        key, found, lost = str(self._number), [value], ""
+        key = str(self._number)
         if self.leads:
-            others, missing = self._collect(key)
-            left = self._gone.difference(missing)
-            lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
-            if missing and not needed:
-                warn(f"{lost} {GOES_ON}")
-            found, lost = [value, *others], lost if needed else ""
+            others, lost = self._collect(key, where, needed)
+            found = [value, *others]
             if others:
                 self.post(key, (found, lost))
         else:
             own = f"{key} {self.rank}"
             self.post(own, value)
             try:
-                found, lost = self._receive(key, where)
+                at = self.find([key, f"gone {self.leader}"], LIMIT)
+                if at != key:
+                    raise LostRankError(self.waited([self.leader], where) if at is None else _ended(self.leader))
+                found, lost = self.take(key, len(self.ranks) - 1)
             except LostRankError:
                 self._call("delete_key", self._path(own))  # its answer is not needed any more
                 raise
@@ -152,30 +148,24 @@ class Exchange:
             raise LostRankError(lost)
         return found
 
-    def _collect(self, key: str) -> tuple[list[Any], list[int]]:
-        """Return what the other ranks sent, and those that did not come in time, which take no further part."""
+    def _collect(self, key: str, where: str, needed: bool) -> tuple[list[Any], str]:
+        """Return what the other ranks sent in time, and which one that is `needed` did not, in a sentence."""
         until, found, missing = time.monotonic() + LIMIT / 2, list[Any](), list[int]()
         for rank in self.ranks[1:]:
             if rank in self._gone:
                 continue
-            own, left = f"{key} {rank}", f"gone {rank}"
-            at = self.find([own, left], max(until - time.monotonic(), 0.0))
+            own = f"{key} {rank}"
+            at = self.find([own, f"gone {rank}"], max(until - time.monotonic(), 0.0))
             if at == own:
                 found.append(self.take(own))
                 continue
             self._gone.add(rank)
             missing += [rank] if at is None else []
-        return found, missing
-
-    def _receive(self, key: str, where: str) -> Any:
-        """Wait for an answer of the first rank."""
-        left = f"gone {self.leader}"
-        at = self.find([key, left], LIMIT)
-        if at is None:
-            raise LostRankError(self.waited([self.leader], where))
-        if at == left:
-            raise LostRankError(_ended(self.leader))
-        return self.take(key, len(self.ranks) - 1)
+        if missing and not needed:
+            warn(f"{self.waited(missing, where)} {GOES_ON}")
+        left = self._gone.difference(missing)
+        lost = self.waited(missing, where) if missing else _ended(min(left)) if left else ""
+        return found, lost if needed else ""
 
     def waited(self, missing: Collection[int], where: str) -> str:
         """Return for which ranks this one has waited, in a sentence."""
