@@ -140,23 +140,14 @@ class _Model(Ranks):
 
     def _described(self, placement: Placement) -> Plan:
         """Return a plan with what is expected of it, with groups in the ways that are used."""
-        taken, found = self.taken(0), replace(self.plans[0], steps=placement.steps())
-        costs = [way.cost for way in taken]
-        pipeline = self.pipeline
-        exact = Pipeline([found], model_stages(costs), pipeline.link, host_seconds=pipeline.host_seconds, exact=True)
-        (run,) = exact.run([found.steps])
-        pairs = [(cost, stage.groups[0]) for cost, stage in zip(costs, self.stages, strict=True)]
-        return replace(
-            found,
-            nbytes=tuple(cost.nbytes for cost in costs),
-            seconds=run.compute,
-            baseline_seconds=self.baseline_seconds,
-            peak_bytes=run.peak,
-            recomputed_nbytes=tuple(max(plain.nbytes - cost.nbytes, 0) for cost, plain in pairs) if self.ways else (),
-            recompute_seconds=max(sum(cost.backward - plain.backward for cost, plain in pairs), 0.0),
-            saves=tuple(way.saves for way in taken) if self.ways else (),
-            holds=self._holds and any(way.held for way in taken),
-        )
+        pipeline, ways = self.pipeline, self.taken(0)
+        stages = model_stages([way.cost for way in ways])
+        exact = Pipeline(self.plans, stages, pipeline.link, host_seconds=pipeline.host_seconds, exact=True)
+        (run,) = exact.run([placement.steps()])
+        backward = (stage.groups[0].backward for stage in self.stages)
+        seconds = sum(way.cost.backward - plain for way, plain in zip(ways, backward, strict=True))
+        holds = self._holds and any(way.held for way in ways)
+        return replace(self.described(0, placement, run, run.compute), recompute_seconds=max(seconds, 0.0), holds=holds)
 
 
 # Pipelines
@@ -202,20 +193,7 @@ def plan_pipeline(
             found.append((within[0], because))
     runs = ranks.pipeline.run([placement.steps() for placement, _ in found])
     seconds = max((run.compute for run in runs), default=0.0)
-    planned = []
-    for rank, (plan, (placement, because), run) in enumerate(zip(plans, found, runs, strict=True)):
-        saves = tuple(way.saves for way in ranks.taken(rank))
-        planned.append(
-            replace(
-                plan,
-                steps=placement.steps(),
-                nbytes=tuple(way.cost.nbytes for way in ranks.taken(rank)),
-                saves=saves if any(each is not None for each in saves) else (),
-                seconds=seconds,
-                baseline_seconds=ranks.baseline_seconds,
-                peak_bytes=run.peak,
-                saved_peak_bytes=run.saved_peak,
-                because=because,
-            )
-        )
-    return tuple(planned)
+    return tuple(
+        replace(ranks.described(rank, placement, run, seconds), because=because)
+        for rank, ((placement, because), run) in enumerate(zip(found, runs, strict=True))
+    )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
 from ..schedule.costs import Link, StageCost
 from ..schedule.plan import Plan
-from ..schedule.run import Pipeline
-from .placement import ROUNDING, Knobs, Profile, Spots
+from ..schedule.run import Pipeline, RankRun
+from .placement import ROUNDING, Knobs, Placement, Profile, Spots
 from .variants import Variant
 
 StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
@@ -83,6 +84,23 @@ class Ranks:
     def taken(self, rank: int) -> list[Variant]:
         """Return the ways that the groups of a rank are run in."""
         return [self.variants[pair][self.ways.get(pair, 0)] for pair in self.pairs[rank]]
+
+    def described(self, rank: int, placement: Placement, run: RankRun, seconds: float) -> Plan:
+        """Return the plan of a rank that was run with a placement, in a step that took so long."""
+        ways, plain = self.taken(rank), [self.variants[pair][0].cost for pair in self.pairs[rank]]
+        again = any(way.saves is not None for way in ways)
+        less = (max(cost.nbytes - way.cost.nbytes, 0) for cost, way in zip(plain, ways, strict=True))
+        return replace(
+            self.plans[rank],
+            steps=placement.steps(),
+            nbytes=tuple(way.cost.nbytes for way in ways),
+            recomputed_nbytes=tuple(less) if again else (),
+            saves=tuple(way.saves for way in ways) if again else (),
+            seconds=seconds,
+            baseline_seconds=self.baseline_seconds,
+            peak_bytes=run.peak,
+            saved_peak_bytes=run.saved_peak,
+        )
 
     def reset(self) -> None:
         """Run no group with recomputation, or every one in its last way."""

@@ -154,8 +154,10 @@ def _without_pauses(visits: Mapping[int, Visit], kinds: Sequence[Hashable]) -> d
             gap, seconds, host_gap, host, *_ = visits[k]
             pause_before, pause = max(host_gap - usual.host_gap, 0.0), max(host - usual.host, 0.0)
             # [guard: groups in which the host pauses]
-            gap = max(gap - pause_before, min(gap, usual.gap))
-            seconds = max(seconds - pause, min(seconds, usual.seconds))
+            gap, seconds = (
+                max(gap - pause_before, min(gap, usual.gap)),
+                max(seconds - pause, min(seconds, usual.seconds)),
+            )
             found[k] = visits[k]._replace(gap=gap, seconds=seconds, host=least)
     return found
 
