@@ -168,7 +168,7 @@ class _Greedy:
         ranks = self._ranks
         ranks.use({**self._others, **ways}, longest)
         if ranks.seconds >= longest:
-            return False, max(ranks.pipeline.left[self._which][0], longest)
+            return False, max(ranks.pipeline.left(self._which)[0], longest)
         profile = ranks.profiles[self._which]
         found = profile.within(self._limit, ranks.seconds * (1 + self._free), longest * (1 + ROUNDING), few=1)
         if found is not None:

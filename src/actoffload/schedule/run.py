@@ -130,15 +130,19 @@ class Pipeline:
 
     def use(self, costs: Sequence[Sequence[LayerCost]]) -> None:
         """Run the layers of each rank with some costs from now on."""
-        self.layers, self.left = list[list[LayerRun]](), list[list[float]]()
-        for rank, plan in enumerate(self.plans):
+        self.layers, self._left = list[list[LayerRun]](), dict[int, list[float]]()
+        for mine, plan in zip(costs, self.plans, strict=True):
             splits = [self.stages[stage].split for stage, layers in plan.layers.items() for _ in layers]
-            layers = [self.layer(cost, split) for cost, split in zip(costs[rank], splits, strict=True)]
-            self.layers.append(layers)
-            # Seconds of compute from each step on, without any waiting.
-            parts = [[layers[k].parts.get(step.computation) for k in ran] for _, _, step, ran in self.compiled[rank]]
-            seconds = (sum(part.gap + part.seconds for part in each if part is not None) for each in reversed(parts))
-            self.left.append([*accumulate(seconds, initial=0.0)][::-1])
+            self.layers.append([self.layer(cost, split) for cost, split in zip(mine, splits, strict=True)])
+
+    def left(self, rank: int) -> list[float]:
+        """Return the seconds of compute of a rank from each step on, without any waiting."""
+        if rank not in self._left:
+            layers = self.layers[rank]
+            parts = ([layers[k].parts.get(each.step.computation) for k in each.layers] for each in self.compiled[rank])
+            seconds = [sum(part.gap + part.seconds for part in each if part is not None) for each in parts]
+            self._left[rank] = [*accumulate(reversed(seconds), initial=0.0)][::-1]
+        return self._left[rank]
 
     def layer(self, cost: LayerCost, split: bool) -> LayerRun:
         """Return a layer with some cost as it is run."""
@@ -216,7 +220,7 @@ class RankRun:
         self.steps, self._layers, self._stages = pipeline.compiled[rank], pipeline.layers[rank], pipeline.stages
         self._actions: Mapping[Any, tuple[Action, ...]] = actions
         self._record, self._notes = record, note
-        self._allowed, self._left = allowed, pipeline.left[rank]
+        self._allowed, self._left = allowed, None if allowed == inf else pipeline.left(rank)
         self._label = 0 if pipeline.plans[rank].rank is None else 1  # spans name the layer, or the microbatch
         self.compute = self._host = self._d2h = self._h2d = 0.0
         self._bubble = self._stalled = 0.0
@@ -254,7 +258,7 @@ class RankRun:
                     self.compute = arrival
             self.starts.append(self.compute)
             self._step(step, layers)
-            if self.compute + self._left[number + 1] > self._allowed:
+            if self._left is not None and self.compute + self._left[number + 1] > self._allowed:
                 self.compute = inf
                 break
             if sends is not None:
@@ -333,7 +337,7 @@ class RankRun:
             self.compute = compute
 
     def _forward(self, part: Part, key: Key, saved: tuple[Saved, ...]) -> None:
-        start = begun, *_ = self.compute, self._host, self._stalled
+        start = begun, _, _ = self.compute, self._host, self._stalled
         held = self._held[key] = []
         offloading = key in self._offloading
         if part.at_once:
@@ -351,7 +355,7 @@ class RankRun:
         self._span(Kind.FORWARD, key, begun)
 
     def _backward(self, part: Part, key: Key, saved: tuple[Saved, ...]) -> None:
-        start = begun, *_ = self.compute, self._host, self._stalled
+        start = begun, _, _ = self.compute, self._host, self._stalled
         held, offloading, copied, in_use = self._held[key], key in self._offloading, 0.0, 0
         if offloading and key not in self._released:  # copies to the host may still read its memory
             copied = max((copy.copied for copy in held), default=0.0)

@@ -198,7 +198,9 @@ def simulate_pipeline(
     without = pipeline.run([{}] * len(ranks), record=True)
     baseline = tuple(rank.simulation(rank.compute) for rank in without)
     actions: list[Steps] = [{} if plan is None else plan.steps for plan in planned]
-    pairs = zip(pipeline.run(actions, record=True) if any(actions) else without, without, strict=True)
+    if not any(actions):
+        return PipelineSimulation(baseline, baseline)
+    pairs = zip(pipeline.run(actions, record=True), without, strict=True)
     return PipelineSimulation(tuple(rank.simulation(alone.compute) for rank, alone in pairs), baseline)
 
 
