@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_calls import copied
@@ -20,6 +21,8 @@ from actoffload.schedule import (
     When,
     simulate,
 )
+from actoffload.schedule.run import Pipeline
+from actoffload.schedule.simulate import model_stages
 
 
 def spans(simulation: Simulation, *kinds: Kind) -> list[tuple[int, float, float]]:
@@ -193,3 +196,17 @@ def test_a_copy_has_the_whole_bandwidth_when_the_other_direction_is_done():
     result = simulate(plan, layers, Link(1.0, 1.0, both=1.5))
     assert spans(result, Kind.D2H) == [(0, 10.0, 20.0), (1, 25.0, 35.0)]
     assert spans(result, Kind.H2D) == [(0, 30.0, 42.5)]
+
+
+@given(runs(), st.sampled_from([0.5, 1.0, 4.0]))
+def test_copies_of_a_layer_as_one_take_as_long_and_no_less_memory(
+    run: tuple[Plan, list[LayerCost]], rate: float
+) -> None:
+    plan, layers = run
+    layers = [replace(cost, host_forward=0.0, host_backward=0.0) for cost in layers]
+    exact, merged = (
+        Pipeline([plan], model_stages(layers), Link(rate, rate), exact=each).run([plan.steps])[0]
+        for each in (True, False)
+    )
+    assert merged.compute == pytest.approx(exact.compute)
+    assert merged.peak >= exact.peak
