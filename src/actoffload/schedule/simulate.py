@@ -95,14 +95,10 @@ class PipelineSimulation:
         return max(rank.step_time for rank in self.ranks)
 
     @property
-    def baseline_time(self) -> float:
-        """The same without offloading."""
-        return max(rank.step_time for rank in self.baseline)
-
-    @property
     def slowdown(self) -> float:
         """Step time divided by that without offloading; 1.0 means that offloading costs no time."""
-        return self.step_time / self.baseline_time if self.baseline_time else 1.0
+        without = max(rank.step_time for rank in self.baseline)
+        return self.step_time / without if without else 1.0
 
     def __str__(self) -> str:
         rows = tuple(
@@ -190,10 +186,8 @@ def simulate_pipeline(
         raise ValueError(f"There are {len(planned)} plans for {len(orders)} ranks; give one for each.")
     ranks = rank_plans(orders, stages)
     for plan, rank in zip(planned, ranks, strict=True):
-        if plan is not None and plan.order != rank.order:
-            raise ValueError(f"The plan of rank {rank.rank} is for another order than that of this rank.")
-        if plan is not None and (plan.stages, plan.splits) != (rank.stages, rank.splits):
-            raise ValueError(f"The plan of rank {rank.rank} is for stages with other groups or splits.")
+        if plan is not None and (plan.order, plan.stages, plan.splits) != (rank.order, rank.stages, rank.splits):
+            raise ValueError(f"The plan of rank {rank.rank} is for another order, or for other groups or splits.")
     pipeline = Pipeline(ranks, stages, link)
     without = pipeline.run([{}] * len(ranks), record=True)
     baseline = tuple(rank.simulation(rank.compute) for rank in without)
