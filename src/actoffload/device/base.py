@@ -23,14 +23,13 @@ class Backend(Protocol):
 
     name: str  # shown to users: "cuda", "xpu", "reference"
     type: str  # tensors on devices of this type can be offloaded: "cuda", "cpu"
-    checks: bool = False  # the engine calls `saved` for every tensor; only devices that check the engine need it
     resolution: float  # seconds below which a measured wait is the cost of the measurement, and no stall
     times: bool = True  # whether times measured on this device say anything about a training step
     powers_of_two: bool = False  # `empty_host` takes a power of two of bytes from the system
     batch: int = 0  # bytes of copies that are queued together, which takes the host less time
 
     def place(self, tensor: torch.Tensor) -> torch.device:
-        """Return the device whose streams and host pool serve this tensor."""
+        """Return the device whose streams and host pool serve a tensor, which is about to be saved."""
         return tensor.device
 
     def current_device(self) -> torch.device:
@@ -114,10 +113,6 @@ class Backend(Protocol):
     def capturing(self) -> bool:
         """Return whether work queued now on the current stream is captured into a graph."""
         return False
-
-    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Note that the work queued so far on `stream` wrote `tensor`."""
-        return
 
     def empty_device(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -407,8 +407,6 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     for tensor, wrappers in (part for value in found for part in parts_of(value)):
         if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
-            if backend.checks:
-                backend.saved(tensor, stream)
             event = backend.record(stream)
             # [keep: address of a final storage]
             note = Final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)

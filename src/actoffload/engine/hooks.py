@@ -9,64 +9,48 @@ function cannot change what it unpacked unseen by another one.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.nn import Parameter
 
 from .._torch.modules import NOT_COMPILED, in_compiled_backward, opaque
-from .._torch.subclasses import (
-    Compound,
-    Wrappers,
-    as_part,
-    changed,
-    is_compound,
-    ragged_parts,
-    serves,
-    take_apart,
-    version_in,
-)
-from .._torch.tensors import address, base_of, next_node, saved_as_input, storage_behind, storage_expired, version_of
+from .._torch.subclasses import Compound, as_part, changed, is_compound, ragged_parts, take_apart, version_in
+from .._torch.tensors import base_of, saved_as_input, version_of
 from .._warnings import explain
-from ..device.base import StreamPosition
-from ..schedule.plan import OUTSIDE, Plan
-from .eligibility import finals, mark_kept, stays, take_final, tied
-from .engine import Engine
-from .layer import Kept, Layer, keep, queue_copies
+from ..schedule.plan import OUTSIDE
+from .eligibility import mark_kept, stays, tied
+from .layer import Layer, LivenessToken
 from .layout import View
+from .passes import Pass
 from .statistics import Reason
-from .storage import Residency, SavedStorage
-from .transfer import COMPUTE, PassDevice
+from .storage import SavedStorage
 
 # Packing
 
 STRIDED = torch.strided
-SHARERS = 2
-"""Number of layers that may save a storage which is offloaded."""
+
+# A saved tensor that is kept on the device: an alias, its version, and the token of its layer.
+# A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken]
 
 
-class PassState(Protocol):
-    """What the hooks use of a pass."""
-
-    engine: Engine
-    registry: StorageRegistry
-    plan: Plan
-
-    def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
-        """Return the layer that saves a tensor while `layer` is the current one."""
-
-    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that a layer saved, on the device."""
+def keep(tensor: torch.Tensor, token: LivenessToken) -> Kept:
+    """Hold a tensor that is kept on the device."""
+    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
+    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
+    itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
+    alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
+    return alias, version_of(tensor), token
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedView:
     """A saved tensor on a storage that may be offloaded."""
 
-    owner: PassState  # the packer of a model drops its own reference
+    owner: Pass  # the packer of a model drops its own reference
     index: int
     storage: SavedStorage
     view: View
@@ -100,7 +84,7 @@ class Packer:
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
 
-    def take_for(self, owner: PassState, layer: Layer) -> None:
+    def take_for(self, owner: Pass, layer: Layer) -> None:
         """Pack for a layer of a pass from here on."""
         assert layer.token is not None
         engine, limit = owner.engine, owner.engine.limit()
@@ -190,155 +174,6 @@ opaque(Packer.pack)
 
 def _ended(tensor: torch.Tensor) -> Saved:
     raise AssertionError("A tensor is saved through the hooks of a forward that has ended.")
-
-
-# The storages of a pass
-
-
-class StorageRegistry:
-    """The storages that the layers of a pass saved, by weak references; the lock of the engine guards it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._backend = engine.backend
-        self._counters = engine.counters
-        self._lock = engine.lock
-        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
-        self._devices: dict[torch.device, PassDevice] = {}
-
-    def is_shared(self, tensor: torch.Tensor, index: int) -> bool:
-        """Return whether a tensor that a layer saves is kept, because `SHARERS` layers before have saved its storage.
-
-        Backward needs it from the last of these layers to the first, so its copy would free nothing: these are the
-        angles of rotary embeddings, and what an encoder returns.
-        """
-        ref = self.storages.get(address(tensor.untyped_storage())) if tensor.layout is STRIDED else None
-        storage = None if ref is None else ref()
-        if storage is None or len(storage.layers) < SHARERS or index in storage.layers or index == OUTSIDE:
-            return False
-        if OUTSIDE not in storage.layers:
-            with self._lock:
-                storage.layers[OUTSIDE] = False  # no layer releases it
-                if not (storage.shared or storage.pinned):
-                    storage.shared = True
-                    self._counters.keep(Reason.SHARED, storage.nbytes)
-        return True
-
-    def save(
-        self, layer: Layer, tensor: torch.Tensor, plan: Plan, wrappers: Wrappers = ()
-    ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
-
-        The copy starts at once if the plan says so.  The tensor is a part of `wrappers`.
-        """
-        memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
-        key, version, index = address(memory), version_of(tensor), layer.index
-        backend = self._backend
-        device = backend.place(tensor)
-        stays = index in plan.stay
-        # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
-        is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
-        with self._lock:
-            if layer.waiting_bytes:  # [guard: copies of what is written by now] not of this tensor
-                self._queue_waiting(layer)
-            pass_device = self._devices.get(device)
-            if pass_device is None:
-                pass_device = PassDevice(self._engine.transfers(device), self._counters, [])
-                self._devices[device] = pass_device
-            stream = backend.current_stream(device)
-            if stream not in pass_device.streams:
-                pass_device.streams.append(stream)
-            ref = self.storages.get(key)
-            storage = None if ref is None else ref()
-            if ref is None or storage is None or not _usable(storage, tensor, layer, view, wrappers):
-                storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
-                self.storages[key] = ref = storage.resources
-            if index not in storage.layers:
-                layer.storages.append(ref)
-                storage.layers[index] = storage.residency is Residency.HOST
-                if len(storage.layers) > 1:
-                    self._count_shared(storage, stays, plan)
-            storage.add(tensor, view, probe)
-            if wrappers:
-                storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
-            if backend.checks:
-                backend.saved(tensor, stream)
-            note = take_final(key, version) if finals else None
-            if note is not None:
-                storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
-                if note.whole:
-                    whole = View(torch.uint8, torch.Size((storage.nbytes,)), (1,), 0, False, False)
-                    storage.new = (*storage.new, whole)
-            elif not layer.eager and not stays and is_written:
-                storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
-            if layer.eager and layer.token is None:
-                self.offload(layer, storage, ended=True)
-            elif layer.eager:
-                layer.waiting_bytes += tensor.nbytes
-                if not is_written and note is None:
-                    layer.unwritten_by = next_node()
-                self._queue_waiting(layer)
-            if self._engine.recorder is not None:
-                self._engine.recorder.level(outside=index == OUTSIDE)
-        return storage, view, probe
-
-    def _queue_waiting(self, layer: Layer) -> None:
-        """Queue the copies that wait, if they are enough and no operator may still write what they copy."""
-        if layer.waiting_bytes < self._backend.batch or layer.unwritten_by == next_node():
-            return
-        layer.waiting_bytes, layer.unwritten_by = 0, -1
-        self.refused(queue_copies(layer.living(), layer.index, layer.captured, ended=False))
-
-    def _count_shared(self, storage: SavedStorage, stays: bool, plan: Plan) -> None:
-        """Count a storage that a kept layer and an offloaded one have both saved."""
-        if stays:
-            if storage.residency is Residency.OFFLOADING and not storage.shared:
-                storage.shared = True
-                self._counters.keep(Reason.SHARED, storage.nbytes)
-        elif storage.residency is Residency.DEVICE and not storage.pinned and not plan.stay.isdisjoint(storage.layers):
-            storage.pinned = True  # [guard: copy of what a kept layer holds]
-            self._counters.keep(Reason.SHARED, storage.nbytes)
-
-    def offload(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
-        """Queue the copies of what an offloaded layer has saved on a storage."""
-        self.refused(queue_copies([storage], layer.index, layer.captured, ended=ended))
-        if ended and storage.residency is Residency.OFFLOADING:
-            layer.note_late_copy(storage)
-
-    def refused(self, storages: Iterable[SavedStorage]) -> None:
-        """Count storages for which there was no host memory, and warn once."""
-        for storage in storages:
-            self._counters.keep(Reason.HOST_FULL, storage.nbytes)
-            self._engine.warn_once(storage.refused)
-
-    def at(self, address: int) -> SavedStorage | None:
-        """Return what was saved on the storage at an address, if it is still saved."""
-        ref = self.storages.get(address)
-        return None if ref is None else ref()
-
-    def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
-        """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""
-        if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
-            return None
-        found = storage_behind(storage.resources.weak)
-        if found is None or self.at(address(found)) is not storage:
-            return None
-        return found
-
-
-def _usable(storage: SavedStorage, tensor: torch.Tensor, layer: Layer, view: View, wrappers: Wrappers) -> bool:
-    if not storage.has_values_of(tensor):
-        return False
-    if storage.residency is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
-        return False
-    if (wrappers or storage.wrappers) and not serves(storage.wrappers, wrappers):
-        return False
-    if storage.residency is not Residency.HOST:
-        return True
-    # Released by the plan while the program still holds it: its host copy serves an offloaded layer, but a layer
-    # that stays needs no copy at all.
-    # [guard: view that the host copy lacks]
-    return layer.eager and storage.holds(view)
 
 
 # Unpacking

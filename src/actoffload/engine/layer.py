@@ -1,4 +1,4 @@
-"""One layer in one pass: what it saved, and where its activations are."""
+"""One layer in one pass: what it saved, and where its activations are; and the storages of all layers of a pass."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from .._torch.modules import NOT_COMPILED, opaque
-from .._torch.tensors import saved_as_input, version_of
+from .._torch.subclasses import Wrappers, serves
+from .._torch.tensors import address, next_node, storage_behind, storage_expired, version_of
 from .._warnings import explain
 from ..device.base import Stream, StreamPosition
-from .eligibility import ModuleTensors
+from ..schedule.plan import OUTSIDE, Plan
+from .eligibility import ModuleTensors, finals, take_final
+from .engine import Engine
+from .layout import View
 from .statistics import Counters, Reason
 from .storage import Residency, SavedStorage
-from .transfer import CopyOut, Transfers
+from .transfer import COMPUTE, CopyOut, PassDevice, Transfers
 
 
 class Phase(enum.Enum):
@@ -145,21 +149,15 @@ class Layer:
     def offload(self) -> list[SavedStorage]:
         """Queue the copies of all that is saved; return the storages for which there was no host memory."""
         self.phase = Phase.OFFLOADING
-        living = self.living()
+        living, ends = self.living(), dict[Transfers, StreamPosition]()
         refused = queue_copies(living, self.index, self.captured, ended=True)
         for storage in living:
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
                 transfers = storage.pass_device.transfers
-                position = self._copied_out.get(transfers) or transfers.end_of_copies_out()
                 # [guard: end of the copies of a layer]
-                storage.copied_out = self._copied_out[transfers] = position
+                storage.copied_out = ends[transfers] = ends.get(transfers) or transfers.end_of_copies_out()
+        self._copied_out |= ends
         return refused
-
-    def note_late_copy(self, storage: SavedStorage) -> None:
-        """Note a copy that was queued after the layer had ended."""
-        if self.phase is Phase.OFFLOADING:
-            transfers = storage.pass_device.transfers
-            storage.copied_out = self._copied_out[transfers] = transfers.end_of_copies_out()
 
     def release(self) -> None:
         """Release the device memory that is not released yet, once the copies have ended."""
@@ -180,10 +178,7 @@ class Layer:
     def reload(self) -> None:
         """Queue the reloads, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
-        waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
-        self.ahead += len(waiting)
-        self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
-        reload(waiting, self.index)
+        reload(self.living()[::-1], self)
 
     def evict(self) -> None:
         """Drop the device memory of what a retained graph still holds; the host copies remain."""
@@ -203,22 +198,6 @@ class Layer:
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""
         return [storage for ref in self.storages if (storage := ref()) is not None]
-
-
-# What is kept
-
-# A saved tensor that is kept on the device: an alias, its version, and the token of its layer.
-# A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken]
-
-
-def keep(tensor: torch.Tensor, token: LivenessToken) -> Kept:
-    """Hold a tensor that is kept on the device."""
-    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
-    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
-    itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
-    alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
-    return alias, version_of(tensor), token
 
 
 # Copies
@@ -265,7 +244,7 @@ def _queue_batch(batch: Sequence[tuple[SavedStorage, CopyOut]], layer: int, capt
         storage.copy_queued(copy)
 
 
-def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
+def reload(storages: Sequence[SavedStorage], layer: Layer, *, on_demand: bool = False) -> None:
     """Reload storages in the given order; those that are on the device are passed over.
 
     All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  What
@@ -280,7 +259,9 @@ def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = Fa
         _reload_group(device.transfers, stream, group, layer, on_demand)
 
 
-def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
+def _reload_group(
+    transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: Layer, on_demand: bool
+) -> None:
     backend = transfers.backend
     done, nbytes = 0, 0
     batch: list[SavedStorage] = []
@@ -298,13 +279,164 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
             nbytes += storage.nbytes
             if nbytes >= backend.batch or storage is group[-1]:
                 pairs = [pair for each in batch for pair in each.pairs_to_reload()]
-                copied_in = transfers.to_device(pairs, layer, captured)
+                copied_in = transfers.to_device(pairs, layer.index, captured)
                 for each in batch:
                     each.reload_queued(copied_in)
                     done += 1
                 batch, nbytes = [], 0
     finally:
-        counters = group[0].pass_device.counters
-        counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
+        counters, nbytes = group[0].pass_device.counters, sum(storage.bytes_copied for storage in group[:done])
+        counters.bytes_reloaded += nbytes
+        layer.bytes_reloaded += nbytes
+        if on_demand:
+            counters.reloaded_on_demand += done
+            layer.on_demand += done
+        else:
+            counters.reloaded_ahead += done
+            layer.ahead += done
         for storage in group[done:]:  # this memory has no content
             storage.evict()
+
+
+# The storages of a pass
+
+SHARERS = 2
+"""Number of layers that may save a storage which is offloaded."""
+
+
+class StorageRegistry:
+    """The storages that the layers of a pass saved, by weak references; the lock of the engine guards it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._backend = engine.backend
+        self._counters = engine.counters
+        self._lock = engine.lock
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._devices: dict[torch.device, PassDevice] = {}
+
+    def is_shared(self, tensor: torch.Tensor, index: int) -> bool:
+        """Return whether a tensor that a layer saves is kept, because `SHARERS` layers before have saved its storage.
+
+        Backward needs it from the last of these layers to the first, so its copy would free nothing: these are the
+        angles of rotary embeddings, and what an encoder returns.
+        """
+        ref = self.storages.get(address(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        storage = None if ref is None else ref()
+        if storage is None or len(storage.layers) < SHARERS or index in storage.layers or index == OUTSIDE:
+            return False
+        if OUTSIDE not in storage.layers:
+            with self._lock:
+                storage.layers[OUTSIDE] = False  # no layer releases it
+                if not (storage.shared or storage.pinned):
+                    storage.shared = True
+                    self._counters.keep(Reason.SHARED, storage.nbytes)
+        return True
+
+    def save(
+        self, layer: Layer, tensor: torch.Tensor, plan: Plan, wrappers: Wrappers = ()
+    ) -> tuple[SavedStorage, View, torch.Tensor]:
+        """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
+
+        The copy starts at once if the plan says so.  The tensor is a part of `wrappers`.
+        """
+        memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
+        key, version, index = address(memory), version_of(tensor), layer.index
+        backend = self._backend
+        stays = index in plan.stay
+        # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
+        is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
+        with self._lock:
+            if layer.waiting_bytes:  # [guard: copies of what is written by now] not of this tensor
+                self._queue_waiting(layer)
+            device = backend.place(tensor)
+            pass_device = self._devices.get(device)
+            if pass_device is None:
+                pass_device = PassDevice(self._engine.transfers(device), self._counters, [])
+                self._devices[device] = pass_device
+            stream = backend.current_stream(device)
+            if stream not in pass_device.streams:
+                pass_device.streams.append(stream)
+            ref = self.storages.get(key)
+            storage = None if ref is None else ref()
+            if ref is None or storage is None or not _usable(storage, tensor, layer, view, wrappers):
+                storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
+                self.storages[key] = ref = storage.resources
+            if index not in storage.layers:
+                layer.storages.append(ref)
+                storage.layers[index] = storage.residency is Residency.HOST
+                if len(storage.layers) > 1:
+                    self._count_shared(storage, stays, plan)
+            storage.add(tensor, view, probe)
+            if wrappers:
+                storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
+            note = take_final(key, version) if finals else None
+            if note is not None:
+                storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
+                if note.whole:
+                    whole = View(torch.uint8, torch.Size((storage.nbytes,)), (1,), 0, False, False)
+                    storage.new = (*storage.new, whole)
+            elif not layer.eager and not stays and is_written:
+                storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
+            if layer.phase is Phase.OFFLOADING:  # it has ended
+                self.refused(layer.offload())
+            elif layer.eager and layer.token is not None:
+                layer.waiting_bytes += tensor.nbytes
+                if not is_written and note is None:
+                    layer.unwritten_by = next_node()
+                self._queue_waiting(layer)
+            if self._engine.recorder is not None:
+                self._engine.recorder.level(outside=index == OUTSIDE)
+        return storage, view, probe
+
+    def _queue_waiting(self, layer: Layer) -> None:
+        """Queue the copies that wait, if they are enough and no operator may still write what they copy."""
+        if layer.waiting_bytes < self._backend.batch or layer.unwritten_by == next_node():
+            return
+        layer.waiting_bytes, layer.unwritten_by = 0, -1
+        self.refused(queue_copies(layer.living(), layer.index, layer.captured, ended=False))
+
+    def _count_shared(self, storage: SavedStorage, stays: bool, plan: Plan) -> None:
+        """Count a storage that a kept layer and an offloaded one have both saved."""
+        if stays:
+            if storage.residency is Residency.OFFLOADING and not storage.shared:
+                storage.shared = True
+                self._counters.keep(Reason.SHARED, storage.nbytes)
+        elif storage.residency is Residency.DEVICE and not storage.pinned and not plan.stay.isdisjoint(storage.layers):
+            storage.pinned = True  # [guard: copy of what a kept layer holds]
+            self._counters.keep(Reason.SHARED, storage.nbytes)
+
+    def refused(self, storages: Iterable[SavedStorage]) -> None:
+        """Count storages for which there was no host memory, and warn once."""
+        for storage in storages:
+            self._counters.keep(Reason.HOST_FULL, storage.nbytes)
+            self._engine.warn_once(storage.refused)
+
+    def at(self, address: int) -> SavedStorage | None:
+        """Return what was saved on the storage at an address, if it is still saved."""
+        ref = self.storages.get(address)
+        return None if ref is None else ref()
+
+    def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
+        """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""
+        if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
+            return None
+        found = storage_behind(storage.resources.weak)
+        if found is None or self.at(address(found)) is not storage:
+            return None
+        return found
+
+
+def _usable(storage: SavedStorage, tensor: torch.Tensor, layer: Layer, view: View, wrappers: Wrappers) -> bool:
+    if not storage.has_values_of(tensor):
+        return False
+    if storage.residency is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
+        return False
+    if (wrappers or storage.wrappers) and not serves(storage.wrappers, wrappers):
+        return False
+    if storage.residency is not Residency.HOST:
+        return True
+    # Released by the plan while the program still holds it: its host copy serves an offloaded layer, but a layer
+    # that stays needs no copy at all.
+    # [guard: view that the host copy lacks]
+    return layer.eager and storage.holds(view)

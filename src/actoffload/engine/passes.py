@@ -31,8 +31,7 @@ from ..schedule.schedules import ExecutionOrder
 from ..schedule.timeline import Kind
 from .eligibility import ModuleTensors, StorageRef
 from .engine import Engine
-from .hooks import StorageRegistry
-from .layer import Layer, Phase, reload
+from .layer import Layer, Phase, StorageRegistry, queue_copies, reload
 from .layout import View
 from .statistics import Counters, Reason
 from .storage import Residency, SavedStorage
@@ -163,10 +162,7 @@ class Pass:
         captured = self.backend.capturing() if backward is None else backward.captured
         with self.lock:
             if storage.residency is Residency.HOST:
-                reload([storage], index, on_demand=True)
-                first = self.layers[min(storage.layers)]
-                first.on_demand += 1
-                first.bytes_reloaded += storage.bytes_copied
+                reload([storage], self.layers[min(storage.layers)], on_demand=True)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level(outside=index == OUTSIDE)
@@ -357,7 +353,7 @@ class ModelPass(Pass):
                     self.adopted += storage.nbytes
                     layer.storages += [ref for ref in self.between.storages if ref() is storage]
                     if layer.eager:
-                        self.registry.offload(layer, storage, ended=False)
+                        self.registry.refused(queue_copies([storage], layer.index, layer.captured, ended=False))
             self._count_outside()
 
     def _count_outside(self) -> None:

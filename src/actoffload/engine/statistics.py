@@ -107,14 +107,6 @@ class Counters:
         self.bytes_saved += nbytes
         self.rise(nbytes, resources)
 
-    def reloaded(self, count: int, nbytes: int, *, on_demand: bool) -> None:
-        """Count storages that are reloaded."""
-        self.bytes_reloaded += nbytes
-        if on_demand:
-            self.reloaded_on_demand += count
-        else:
-            self.reloaded_ahead += count
-
     def rise(self, nbytes: int, resources: Resources) -> None:
         """Add to the bytes on the device, as those of an object."""
         if dropped or self.freed:

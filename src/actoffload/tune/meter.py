@@ -26,8 +26,7 @@ from .._torch.modules import opaque
 from .._torch.tensors import after_backward
 from ..device.base import Backend, Stream, StreamEvent, current_stream
 from ..engine.engine import Engine
-from ..engine.hooks import SHARERS
-from ..engine.layer import Layer
+from ..engine.layer import SHARERS, Layer
 from ..engine.passes import ModelPass, Pass
 from ..engine.statistics import Counters, Reason, TimelineRecorder
 from ..engine.storage import Residency, SavedStorage

@@ -26,7 +26,6 @@ class AdversarialDevice(Backend):
     Tensors of dtype float64 are on a second logical device, so programs with two devices run on any machine.
     """
 
-    checks = True
     type = "cpu"
     name = "adversary"
     times = False
@@ -51,7 +50,7 @@ class AdversarialDevice(Backend):
     def produced(self, tensor: torch.Tensor) -> None:
         """Record that the work queued so far on the current stream allocated and wrote a tensor."""
         self._call()
-        self._written(tensor, self.current_stream(self.place(tensor)))
+        self._written(tensor, self._stream_of(tensor))
 
     def used(self, tensor: torch.Tensor) -> None:
         """Record that the current stream reads a tensor from now until the tensor is freed."""
@@ -59,7 +58,7 @@ class AdversarialDevice(Backend):
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         if memory is None or memory.version is not None:
             return
-        user = self.current_stream(self.place(tensor))
+        user = self._stream_of(tensor)
         user.tick()
         if not all(user.follows(point) for point in memory.writes):
             self.violations.append(f"{user} reads memory before its reload")
@@ -117,7 +116,10 @@ class AdversarialDevice(Backend):
     # Calls of the engine
 
     def place(self, tensor: torch.Tensor) -> torch.device:
-        return torch.device("cpu", 1 if tensor.dtype is torch.float64 else 0)
+        self._call()
+        stream = self._stream_of(tensor)
+        self._written(tensor, stream).saves[stream.index] = stream.tick()
+        return _device_of(tensor)
 
     def current_device(self) -> torch.device:
         return torch.device("cpu", 0)
@@ -171,11 +173,6 @@ class AdversarialDevice(Backend):
 
     def capturing(self) -> bool:
         return self._capture > 0
-
-    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self._call()
-        memory = self._written(tensor, stream)
-        memory.saves[stream.index] = stream.tick()
 
     def empty_device(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -267,6 +264,9 @@ class AdversarialDevice(Backend):
 
     # Memory
 
+    def _stream_of(self, tensor: torch.Tensor) -> Stream:
+        return self.current_stream(_device_of(tensor))
+
     def _written(self, tensor: torch.Tensor, stream: Stream) -> DeviceMemory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
@@ -283,6 +283,10 @@ class AdversarialDevice(Backend):
         expired = torch.UntypedStorage._expired
         for key in [key for key, memory in self._memory.items() if expired(memory.weak.cdata)]:
             self.violations += self._memory.pop(key).unordered(self.orders.streams)
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    return torch.device("cpu", 1 if tensor.dtype is torch.float64 else 0)
 
 
 def _poison(tensor: torch.Tensor) -> None:

@@ -210,7 +210,7 @@ class Run:
         """Record that the current stream reads an existing tensor."""
         # The program itself orders accesses to what is not saved for backward, or only by autograd.
         if self.device is not None and torch.is_grad_enabled() and actoffload.is_cpu_offload_enabled():
-            self.device.saved(tensor, self.device.current_stream(self.device.place(tensor)))
+            self.device.place(tensor)
 
     def crossing(self) -> None:
         """Order all streams, as a copy between devices does."""
