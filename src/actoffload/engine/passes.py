@@ -120,15 +120,6 @@ class Pass:
             self._finish(Kind.FORWARD, layer.index)
             self._event(When.FORWARD_END, layer.index)
 
-    def record_inputs(self, layer: Layer, inputs: Iterable[torch.Tensor]) -> None:
-        """Let the recorded backward of a layer end where the gradient of an input is complete.
-
-        Autograd runs what was computed before a layer after all of the layer.
-        """
-        hook = _LayerEnd(weakref.ref(self), layer.index)
-        for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
-            node.register_prehook(hook)  # [guard: recorded end of a backward]
-
     def layer_of(self, layer: Layer, tensor: torch.Tensor) -> Layer:
         """Return the layer that saves a tensor: the current one."""
         return layer
@@ -327,8 +318,10 @@ class ModelPass(Pass):
         layer = self.forward_start()
         layer.owned = owned
         if self.engine.recorder is not None:
-            inputs = list(inputs)
-            self.record_inputs(layer, inputs)
+            # Autograd runs what was computed before a layer after all of the layer.
+            inputs, hook = list(inputs), _LayerEnd(weakref.ref(self), layer.index)
+            for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
+                node.register_prehook(hook)  # [guard: recorded end of a backward]
         graph = torch.is_grad_enabled()
         if graph or self._region_saved:
             self._inputs = {}

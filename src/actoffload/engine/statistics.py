@@ -101,12 +101,6 @@ class Counters:
         self.tensors_kept[reason] += count
         self.bytes_kept[reason] += nbytes
 
-    def saved(self, nbytes: int, resources: Resources) -> None:
-        """Count a storage that was saved, and is on the device."""
-        self.tensors_saved += 1
-        self.bytes_saved += nbytes
-        self.rise(nbytes, resources)
-
     def rise(self, nbytes: int, resources: Resources) -> None:
         """Add to the bytes on the device, as those of an object."""
         if dropped or self.freed:

@@ -6,7 +6,6 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -60,22 +59,19 @@ class SavedStorage:
     bytes_copied: int = 0  # in `copied`
     ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
     copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
-    _probes: Sequence[torch.Tensor] = ()
-    _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
+    _probes: Sequence[torch.Tensor] = ()  # in order of saving; without data once the storage is released
     _host: HostBuffer | None = None  # as large as the storage
     _buffer: torch.Tensor | None = None  # the device memory into which it is reloaded, as large too
     _clean: int = 0  # version of the buffer when it was reloaded
-    _copied_in: StreamPosition | None = None
-    _users: Sequence[Stream] = ()  # other streams that have waited for `_copied_in`
-
-    at_rest: ClassVar[type[SavedStorage]]
-    in_flight: ClassVar[type[SavedStorage]]  # has a finalizer: see [Note: finalizers]
+    _users: Sequence[Stream] = ()  # other streams that have waited for the reload
 
     def __post_init__(self, memory: torch.UntypedStorage) -> None:
-        device = self.pass_device
+        counters = self.pass_device.counters
         weak = storage_weakref(memory)  # [keep: address of the storage]
-        self.resources = Resources.of(self, weak, device.counters.freed, device.transfers.pool.returned)
-        device.counters.saved(self.nbytes, self.resources)
+        self.resources = Resources.of(self, weak, counters.freed, self.pass_device.transfers.pool.returned)
+        counters.tensors_saved += 1
+        counters.bytes_saved += self.nbytes
+        counters.rise(self.nbytes, self.resources)
 
     # Saving
 
@@ -84,8 +80,7 @@ class SavedStorage:
         if self.residency is Residency.HOST:
             drop_data(probe)
             return
-        if self._first is None:
-            self._first = probe
+        if not self._probes:
             whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
             if whole and (tensor.is_contiguous() or (view.dense and view.extent == (0, self.nbytes))):
                 self.plain = view
@@ -97,9 +92,10 @@ class SavedStorage:
 
         Some operators, such as those that split a tensor for edits in place, give their outputs counters of their own.
         """
-        version, first = version_of(tensor), self._first
-        if version != self.version or first is None:  # [guard: copy of an older version]
+        version = version_of(tensor)
+        if version != self.version:  # [guard: copy of an older version]
             return False
+        first = self._probes[0]
         if version_of(first) != version:  # copy of an older version, with a counter of its own
             return False
         return version == 0 or same_counter(first, tensor)  # [guard: other version counter of a copy -> True]
@@ -111,8 +107,6 @@ class SavedStorage:
 
         Views with gaps wait until the layer has `ended`: others may lie in the gaps.
         """
-        if not self._probes:
-            return None
         first = self._probes[0]
         if first.untyped_storage().nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
             self.pinned = True
@@ -140,7 +134,7 @@ class SavedStorage:
                 self.refused = pool.refusal
                 return None
         host.captured = host.captured or captured
-        self.__class__ = self.in_flight
+        self.__class__ = StorageInFlight
         return CopyOut(self._pairs(first, stretches), host, self.stream, ready, stretches)
 
     def _pairs(self, tensor: torch.Tensor, stretches: Sequence[Stretch]) -> Pairs:
@@ -199,7 +193,7 @@ class SavedStorage:
             end = self.copied_out
             waited = end is not None and awaited is not None and end.order <= awaited.order
             if waited and self.residency is Residency.OFFLOADING:
-                self.__class__ = self.at_rest
+                self.__class__ = SavedStorage
             return
         device, nbytes, resources = self.pass_device, self.nbytes, self.resources
         if len(device.streams) > 1:
@@ -207,10 +201,9 @@ class SavedStorage:
             device.transfers.order_behind(self.stream, device.streams)
         for probe in self._probes:  # [guard: data of aliases]
             drop_data(probe)
-        self._probes = ()
         self.copied_out = None
         self.residency = Residency.HOST
-        self.__class__ = self.at_rest
+        self.__class__ = SavedStorage
         # No call in between: see [Note: finalizers].
         resources.nbytes -= nbytes
         device.counters.resident -= nbytes
@@ -232,7 +225,7 @@ class SavedStorage:
             self._buffer = empty((self.nbytes,), (1,), torch.uint8, transfers.device)
         self.residency = Residency.RELOADED
         self._users = ()
-        self.__class__ = self.in_flight
+        self.__class__ = StorageInFlight
         device.counters.rise(self.nbytes, self.resources)
 
     def pairs_to_reload(self) -> Pairs:
@@ -244,7 +237,6 @@ class SavedStorage:
         """Note that these copies are queued, and what comes after them."""
         device, buffer, resources = self.pass_device, self._buffer, self.resources
         assert buffer is not None
-        self._copied_in = copied_in
         self._clean = version_of(buffer)
         resources.fence = (copied_in,)  # [guard: fence of returned host memory]
         layer = min(self.layers, default=0)
@@ -254,8 +246,7 @@ class SavedStorage:
         """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
         if self.residency is not Residency.RELOADED:
             return probe.detach()  # not the alias itself, which loses its data at the release
-        transfers, copied_in = self.pass_device.transfers, self._copied_in
-        assert copied_in is not None
+        transfers, (copied_in,) = self.pass_device.transfers, self.resources.fence
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
             # [wait: another stream's use for the copy in]
@@ -263,13 +254,13 @@ class SavedStorage:
             # [guard: users on other streams]
             # [guard: streams that waited]
             self._users = (*self._users, current)
-            self.__class__ = self.in_flight
+            self.__class__ = StorageInFlight
         elif self.resources.in_flight is not None:
             # [wait: use on the compute stream for the copy in]
             transfers.use(current, copied_in, layer, captured, self.nbytes)
             self.resources.in_flight = None
             if not self._users:
-                self.__class__ = self.at_rest
+                self.__class__ = SavedStorage
         buffer = self._buffer
         assert buffer is not None
         if version_of(buffer) != self._clean:
@@ -285,16 +276,17 @@ class SavedStorage:
 
     def _free_buffers(self) -> None:
         transfers = self.pass_device.transfers
-        if self.resources.in_flight is not None and self._copied_in is not None:
+        if self.resources.in_flight is not None:
+            _, join, *arguments = self.resources.in_flight
             # [wait: dropping for a copy in without a use]
-            transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
+            join(*arguments)
         for user in self._users:
             position = transfers.position(user)
             # [wait: dropping for use on another stream]
             transfers.wait(self.stream, position, position.captured)
         self._buffer, self._users = None, ()
         self.resources.in_flight = None
-        self.__class__ = self.at_rest
+        self.__class__ = SavedStorage
 
 
 class StorageInFlight(SavedStorage):
@@ -326,5 +318,4 @@ class StorageInFlight(SavedStorage):
             device.transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
 
 
-SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, StorageInFlight
 opaque(StorageInFlight.__del__)
