@@ -28,8 +28,8 @@ class Counting(ReferenceDevice):
         return super().empty_host(nbytes)
 
 
-def mark(order: int, lane: int = 1) -> StreamPosition:
-    return StreamPosition(None, lane, order, False)
+def mark(order: int) -> StreamPosition:
+    return StreamPosition(None, order, False)
 
 
 def ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
@@ -51,13 +51,13 @@ def test_memory_is_taken_ahead_and_what_is_too_much_is_freed():
     device = Counting(room=64 * MIB)
     pool = HostPool(device)
     kept, other = pool.take(2 * MIB), pool.take(6 * MIB)
-    pool.give_back(other, ())
+    pool.give_back(other)
     assert pool.fit(24 * MIB, grow=True) == 0
     assert device.slabs == [2 * MIB, 6 * MIB, 16 * MIB]
     large = pool.take(20 * MIB)
     whole(large, 20 * MIB)  # across the end of a slab
     assert pool.bytes_held == 24 * MIB
-    pool.give_back(large, ())
+    pool.give_back(large)
     assert pool.fit(18 * MIB) == 6 * MIB
     assert pool.fit(13 * MIB) == 16 * MIB
     assert pool.bytes_held == pool.bytes_taken == 2 * MIB
@@ -71,7 +71,7 @@ def test_memory_is_taken_ahead_and_what_is_too_much_is_freed():
 def test_gaps_that_are_too_small_count_in_the_limit():
     pool = HostPool(Counting(), max_bytes=8 * MIB)
     first, _second = pool.take(3 * MIB), pool.take(3 * MIB)
-    pool.give_back(first, ())
+    pool.give_back(first)
     assert pool.take(4 * MIB) is None
     assert "forbids 4.0 MiB more beside the 6.0 MiB that are held" in pool.refusal
 
@@ -86,7 +86,7 @@ def test_memory_doubles_until_it_is_known_how_much_is_needed():
     buffers += [pool.take(100 * MIB) for _ in range(3)]
     assert device.slabs[4:] == [68 * MIB], "as much again is above the limit"
     for buffer in buffers:
-        pool.give_back(buffer, ())
+        pool.give_back(buffer)
     pool.fit(280 * MIB, grow=True)
     assert pool.bytes_held == 280 * MIB
     pool.take(282 * MIB)
@@ -107,10 +107,10 @@ def test_a_buffer_is_reused():
     whole(first, 5 * MIB)
     held = pool.bytes_held
     where = ranges(first)
-    pool.give_back(first, (mark(3),))
+    pool.give_back(first, mark(3))
     second = pool.take(5 * MIB)
     assert ranges(second) == where
-    assert second.fence == (mark(3),)
+    assert second.fence == mark(3)
     assert pool.bytes_held == held
     assert pool.high_water == pool.bytes_taken == 5 * MIB
 
@@ -120,11 +120,11 @@ def test_freed_buffers_make_one_larger_and_their_fences_merge():
     pool = HostPool(device)
     buffers = [pool.take(2 * MIB) for _ in range(4)]
     for k, buffer in enumerate(buffers):
-        pool.give_back(buffer, (mark(10 - k, lane=k % 2),))
+        pool.give_back(buffer, mark(10 - k))
     large = pool.take(8 * MIB)
     whole(large, 8 * MIB)
     assert sum(device.slabs) == 8 * MIB  # nothing new
-    assert sorted(large.fence) == [mark(10, 0), mark(9, 1)]  # the last of each lane
+    assert large.fence == mark(10), "the last one"
 
 
 sizes = st.one_of(
@@ -150,7 +150,7 @@ def test_waste_is_below_five_percent(some):
     held = pool.bytes_held
     for _ in range(2):
         for buffer in buffers[::2] + buffers[1::2]:
-            pool.give_back(buffer, ())
+            pool.give_back(buffer)
         buffers = []
         again = 0
         while again < total:
@@ -198,7 +198,7 @@ def test_any_use_keeps_buffers_apart(data):
                 assert set(part[:: max(1, part.numel() // 7)].tolist()) == {stamp[part.data_ptr()]}
             if buffer.captured:
                 forever.append(buffer)
-            pool.give_back(buffer, (mark(order),))
+            pool.give_back(buffer, mark(order))
         elif action == "close" and data.draw(st.integers(0, 3)) == 0:
             pool.close()
             device.slabs.clear()
@@ -210,7 +210,7 @@ def test_any_use_keeps_buffers_apart(data):
         pool.settle()
         assert pool.bytes_taken <= pool.bytes_held
     for buffer in live:
-        pool.give_back(buffer, ())
+        pool.give_back(buffer)
     pool.settle()
     assert pool.bytes_taken == 0
 
@@ -220,10 +220,10 @@ def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
     pool = HostPool(device)
     assert pool.take(2 * MIB, captured=True) is None
     assert "run one step of the same shape before the capture" in pool.refusal
-    pool.give_back(pool.take(2 * MIB), (mark(1),))
+    pool.give_back(pool.take(2 * MIB), mark(1))
     captured = pool.take(2 * MIB, captured=True)
-    assert captured.fence == ()  # from before the capture, which is synchronized
-    pool.give_back(captured, (mark(2),))
+    assert captured.fence is None  # from before the capture, which is synchronized
+    pool.give_back(captured, mark(2))
     other = pool.take(2 * MIB)
     assert disjoint([captured, other])
     assert pool.bytes_held == 4 * MIB
@@ -245,11 +245,11 @@ def test_a_request_that_failed_is_made_again_when_memory_was_given_back():
     for _ in range(5):
         assert pool.take(4 * MIB) is None
     assert attempts == [4 * MIB]  # not for each tensor
-    pool.give_back(first, ())
+    pool.give_back(first)
     device.room = 16 * MIB
     assert pool.take(6 * MIB) is None  # less was given back than was missing
     assert attempts == [4 * MIB]
-    pool.give_back(second, ())
+    pool.give_back(second)
     assert pool.take(6 * MIB) is not None
     assert attempts == [4 * MIB, 2 * MIB]
     assert pool.take(2 * MIB) is not None

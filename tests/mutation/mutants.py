@@ -57,7 +57,7 @@ INSTEAD: dict[str, str] = {
         "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, self._fence)"
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
-    "guard: fence of a returned buffer": "buffer.fence = ()",
+    "guard: fence of a returned buffer": "buffer.fence = None",
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
     "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",

@@ -25,10 +25,7 @@ from .tensors import base_of, counter_of, has_own_dispatch, no_torch_function, v
 
 
 def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
-    """Return the error that autograd raises without hooks, for a saved tensor of a size that is not at `version` now.
-
-    `tensor` shares the version counter of the saved one; its own shape does not matter.
-    """
+    """Return the error that autograd raises without hooks, for a tensor of a size and the counter of `tensor`."""
     shape = f"{tensor.type()} [{', '.join(map(str, size))}]"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -91,10 +88,7 @@ def unchanged(seen: Iterable[WrapperVersion]) -> bool:
 
 
 def serves(before: Sequence[WrapperVersion], wrappers: Wrappers) -> bool:
-    """Whether a storage that was saved in some wrappers is still what a part of others has.
-
-    A wrapper that was changed at all may have been changed after the storage was saved, unless it was there already.
-    """
+    """Whether a storage saved in some wrappers is what others have; a wrapper that was changed must be known."""
     if not unchanged(before):
         return False
     return all(version == 0 or any(wrapper is known for known, _ in before) for wrapper, version in wrappers)
@@ -157,10 +151,7 @@ def take_apart(tensor: Any) -> _Taken | None:
 
 
 def ragged_parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the offsets and lengths of a jagged nested tensor, which have to stay the same objects.
-
-    Two ragged dimensions are equal if they come from the same tensor of offsets.
-    """
+    """Return the offsets and lengths of a jagged tensor; sizes are equal if these are the same objects."""
     if tensor.layout is not torch.jagged:
         return []
     return [part for part in (tensor.offsets(), tensor.lengths()) if part is not None]
@@ -210,10 +201,7 @@ def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 
 def as_part(part: torch.Tensor) -> torch.Tensor:
-    """Return a part as a tensor that is no leaf, unless it is a leaf of the program's own.
-
-    `DTensor.from_local` makes its part as a view without a graph that requires a gradient: no leaf of the program's.
-    """
+    """Return a part as a tensor that is no leaf, unless it is one of the program: `DTensor` has views like leaves."""
     if part.requires_grad and part.is_leaf and not isinstance(part, Parameter):
         base = base_of(part)
         if base is not None and not base.is_leaf:

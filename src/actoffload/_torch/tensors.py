@@ -94,10 +94,7 @@ def drop_data(probe: torch.Tensor) -> None:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the version counter of another and nothing else of it.
-
-    Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
-    """
+    """Return a tensor with the version counter of another and no data, detached below the code of its subclass."""
     with no_torch_function(), no_torch_dispatch():
         alias = tensor.detach()
     if alias.layout is torch.strided:
@@ -172,22 +169,16 @@ _shows_saved = find("_C._functions.ExpBackward0._raw_saved_result") is not None
 
 @cache
 def _saves_nothing(node: type) -> bool:
-    """Return whether autograd nodes of a class certainly save no tensor.
-
-    The class of an operation of PyTorch has an attribute for each tensor that it saves.  Its name ends in a number,
-    unlike those of functions of programs and of C++ extensions.
-    """
+    """Return whether nodes of a class save no tensor: operators of PyTorch have an attribute for each."""
     if not _shows_saved or not node.__name__[-1:].isdigit():  # [guard: nodes that do not show what they save -> False]
         return False
     return not any(name.startswith("_raw_saved_") for name in dir(node))  # [guard: nodes that save something -> True]
 
 
 def saved_as_input(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that is saved now is certainly no output of the node that saves it.
+    """Return whether a tensor is certainly no output of the node that saves it, so that holding it is no cycle.
 
-    Holding it makes no cycle then; autograd itself holds inputs too, and detaches outputs.  Its own node saves nothing,
-    so another one saves it.  After an in-place edit of a view the node of the view may save nothing; the node of the
-    edit, which may save the view, is that of its base.
+    Its own node saves nothing; after an in-place edit of a view, the node of the base may save the view.
     """
     node = tensor.grad_fn
     if node is None or not _saves_nothing(type(node)):

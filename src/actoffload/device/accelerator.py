@@ -1,19 +1,16 @@
 """The accelerator of this machine, whichever `torch.accelerator` names: CUDA, ROCm, XPU, one code path.
 
-Large copies are cut into chunks, so that copies of other streams get their turn between them.
-
 `[Note: copy engines]`  An NVIDIA GPU has one copy engine for each direction.  It runs the copies of all streams in the
 order in which they were queued, and goes on with another stream only when the next operation of the present one is no
-copy.  The driver runs a copy of a few bytes to the device without a copy engine, so such a copy behind each chunk, a
-*separator*, lets others in.  A small copy waited 0.4 ms instead of 24 ms behind 1.5 GiB of copies, which took 2 %
-longer.  A kernel works too, but it waits for room on the device: beside matrix products copies took 44 % longer.
+copy.  So large copies are cut into chunks, with a *separator* behind each: a copy of a few bytes, which the driver runs
+without a copy engine.  A small copy waited 0.4 ms instead of 24 ms behind 1.5 GiB of copies, which took 2 % longer.  A
+kernel would wait for room on the device: beside matrix products copies took 44 % longer.
 
-Each chunk and its separator took the host about 23 us in a profile, for which short steps wait.  A program of one rank
-copies little beside, so its chunks are larger.  Copies that are queued together share chunks.  No separator is behind
-the last ones if they have fewer than `SEPARATED` bytes: they are over sooner than the host has queued the next ones.
+Each chunk and its separator took the host about 23 us, for which short steps wait.  So chunks are larger where one rank
+runs, copies that are queued together share chunks, and fewer than `SEPARATED` bytes at the end have no separator.
 
 While a graph is captured, no memory may be allocated for a separator.  Each device gets its separator with its first
-large copy.  Host memory for a captured copy comes from an earlier step, which has made that copy too.
+large copy, which comes earlier: host memory for a captured copy is that of an earlier step.
 """
 
 from __future__ import annotations
@@ -203,11 +200,7 @@ Separator: TypeAlias = Callable[[], object]
 
 
 def separator_of(device: torch.device) -> Separator:
-    """Return a function that queues a copy of four bytes to a CUDA device, which follows its chunks.
-
-    Both copy streams write the same four bytes, which nothing reads.  The memory is never freed, and is that of the
-    default stream.
-    """
+    """Return a function that queues a copy of four bytes, which nothing reads, to a CUDA device."""
     host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         memory = torch.empty(1, dtype=torch.int32, device=device)
@@ -215,11 +208,7 @@ def separator_of(device: torch.device) -> Separator:
 
 
 def pieces(host: torch.Tensor, device: torch.Tensor, chunk: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the parts of a (host, device) pair that are copied one after another: one-dimensional views of both.
-
-    Both sides have their elements in the same order without gaps.  A pair of no more than `chunk` bytes is yielded as
-    it is.
-    """
+    """Yield one-dimensional views of a (host, device) pair of the same order, of at most `chunk` bytes, or the pair."""
     count = -(-host.nbytes // chunk)
     if count <= 1:
         yield host, device
@@ -239,10 +228,7 @@ def copy_in_chunks(
     chunk: int,
     separator: Separator | None,
 ) -> None:
-    """Queue copies of (host, device) pairs on the current stream, with a separator behind each chunk.
-
-    A chunk has at most `chunk` bytes, a power of two.  Without a separator copies are queued whole.
-    """
+    """Queue copies of (host, device) pairs on the current stream; without a separator they are queued whole."""
     queued = 0
     for pair in pairs:
         for host, device in (pair,) if separator is None else pieces(*pair, chunk):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -72,10 +72,7 @@ class Backend(Protocol):
         return True
 
     def allocated(self) -> tuple[int, int] | None:
-        """Return the bytes of device memory that tensors of this process use now, and the most since the last call.
-
-        It resets the count of the most bytes that the program may read too.  None if they are not known.
-        """
+        """Return the bytes of device memory in use and the most since the last call, or None; resets the count."""
         return None
 
     def made(self, tensor: torch.Tensor) -> None:
@@ -124,10 +121,7 @@ class Backend(Protocol):
         """Return uninitialized page-locked bytes; raise a `RuntimeError` if the system has no more."""
 
     def host_room(self) -> int | None:
-        """Return the bytes that this process may still page-lock; 0 where offloading frees nothing, None if not known.
-
-        It frees nothing where the device uses the memory of the host.
-        """
+        """Return the bytes that may still be page-locked; 0 if the device uses the host memory, None if not known."""
         return None
 
     def release_host(self) -> None:
@@ -145,8 +139,7 @@ class StreamPosition(NamedTuple):
     """An event, and its place in the order of its stream."""
 
     event: StreamEvent
-    lane: int  # which transfer stream it was recorded on
-    order: int  # grows along a lane: waiting for a position includes all before it
+    order: int  # grows along a stream: waiting for a position includes all before it
     captured: bool  # while a graph was captured: it means something only within that capture
 
 
@@ -156,20 +149,10 @@ def current_stream(backend: Backend) -> Stream:
 
 
 def usable(limit: int, largest: int) -> int:
-    """Return how many bytes of a limit tensors may use, so that there is room for gaps; `largest` has the largest one.
+    """Return how many bytes of a limit tensors may use, where the largest has `largest` bytes: gaps take room.
 
-    Caching allocators split blocks, and what is left of a block serves smaller tensors only.  Large tensors in a small
-    memory leave the largest gaps for its size: 12 % were measured with 80 GiB and logits of 8 GiB, and 6 % with 4.5 GiB
-    and tensors of 128 MiB.
+    Caching allocators split blocks, and what is left serves smaller tensors only.  12 % were lost with 80 GiB and
+    logits of 8 GiB, and 6 % with 4.5 GiB and tensors of 128 MiB.
     """
     few, most = LEAST_GAPS * limit, MOST_GAPS * limit
     return limit - round(min(max(few, GAPS * largest), most))
-
-
-def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
-    """Return the last position of each lane, which includes the earlier ones."""
-    last: dict[int, StreamPosition] = {}
-    for position in positions:
-        if position.lane not in last or last[position.lane].order < position.order:
-            last[position.lane] = position
-    return tuple(last.values())

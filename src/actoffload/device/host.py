@@ -1,11 +1,8 @@
 """Host memory: how much of it a process may pin, how it is pinned, and on which NUMA node it lies.
 
-Pinned memory cannot be swapped out, and a system that runs out of memory ends a process, often without a word of why.
-So a part of the memory is left to everything else.
-
-A copy between a GPU and memory of another node crosses the link between the processors, which all ranks of the host
-share.  Linux takes a page from the node of the thread that touches it first, unless the program has a memory policy,
-from ``numactl`` say.  So threads on the node of the GPU touch the pages.
+A system that runs out of memory ends a process, so a part of the memory is left to everything else.  Copies to memory
+of another node cross the link between the processors, which all ranks share; Linux takes a page from the node of the
+thread that touches it first.
 """
 
 from __future__ import annotations
@@ -47,10 +44,7 @@ class HostMemory:
 
 
 def room() -> int:
-    """Return the bytes that this process may still pin: an equal part of what `RESERVE` leaves on this host.
-
-    The processes that share it are those that ``torchrun`` and its like started here: ``LOCAL_WORLD_SIZE``.
-    """
+    """Return the bytes that this process may still pin: its part, by ``LOCAL_WORLD_SIZE``, of what `RESERVE` leaves."""
     memory, processes = host_memory(), os.environ.get("LOCAL_WORLD_SIZE", "")
     left = max(memory.available - int(RESERVE * memory.total), 0)
     return left // max(int(processes) if processes.isdigit() else 1, 1)
@@ -88,8 +82,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """Yield the control groups of this process and their parents, with the names of the limit, the use and statistics.
 
-    A container sees its own group at the place of the root.  Elsewhere, as under ``systemd-run --scope``, the path in
-    ``/proc/self/cgroup`` leads to it.
+    A container sees its own group at the root; elsewhere the path in ``/proc/self/cgroup`` leads to it.
     """
     mounted = root / "sys/fs/cgroup"
     paths = {}
@@ -122,11 +115,7 @@ PIECE = 1 << 26  # bytes that are worth a thread
 
 
 class PinnedPages(NamedTuple):
-    """Pages that a driver has locked.
-
-    They stay mapped until `unpin` has unlocked them, because a driver that still knows an address refuses it when the
-    system gives it to someone else.
-    """
+    """Pages that a driver has locked, mapped until it has unlocked them: it refuses an address that it still knows."""
 
     used: weakref.ref[memoryview]  # by a tensor, as long as it lives
     pages: mmap.mmap
@@ -155,19 +144,9 @@ def pin(
 ) -> torch.Tensor | None:
     """Return pinned memory of Linux as a tensor of `nbytes` bytes; None if the system or the driver refuses.
 
-    A driver that allocates and locks 1 GiB takes 0.40 s (H100), nearly all of it to have pages of 4 KiB zeroed by one
-    core.  Huge pages that several threads touch first, and that the driver only locks, take 0.06 s.  Forked processes,
-    such as workers of a `DataLoader`, do not get them: a page that two processes share is copied when one writes to it,
-    and the device would go on with the other copy.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size in bytes.
-    register, unregister : callable
-        ``cudaHostRegister(address, nbytes, flags)``, which returns 0 if it succeeds, and ``cudaHostUnregister``.
-    cpus : set of int
-        The processors on the NUMA node that the memory is to be on; none for any node.
+    A driver that allocates and locks 1 GiB takes 0.40 s (H100), nearly all of it to have small pages zeroed by one
+    core.  Huge pages that threads on the processors `cpus` touch first, and the driver only locks, take 0.06 s.
+    Forked processes do not get them: of a page that two processes share, the device would use the other copy.
     """
     unpin()
     try:

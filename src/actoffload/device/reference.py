@@ -171,10 +171,7 @@ class ReferenceDevice(Backend):
 
 
 class CreatedStorages:
-    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed.
-
-    An operation that exceeds the limit raises `torch.OutOfMemoryError`.
-    """
+    """Counts the bytes of the storages that operations create in a ``with`` block; raises where they exceed a limit."""
 
     entered: ClassVar[list[CreatedStorages]] = []
 

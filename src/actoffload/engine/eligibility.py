@@ -98,10 +98,7 @@ _Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
 
 
 class ModuleTensors:
-    """The parameters and buffers of the modules that run in one layer, by the address of their storage.
-
-    For a group of a model they are those of the model, and those that the group got from a sharding wrapper meanwhile.
-    """
+    """The parameters and buffers of the modules that run in one layer; for a group of a model, of that model."""
 
     __slots__ = ("_entered", "_group", "_model", "_places")
 
@@ -191,10 +188,7 @@ def _entered(module: Module, *more: Any) -> None:
 
 
 class ModuleCalls:
-    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while a layer runs.
-
-    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
-    """
+    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, in a layer."""
 
     def __init__(self) -> None:
         self._layers: set[ModuleTensors] = set()
@@ -216,7 +210,7 @@ class ModuleCalls:
     # No interrupt comes between the bytecodes that take a lock.  Those of other functions are tried one by one.
 
     def add_user(self, owned: ModuleTensors) -> None:
-        """Install the hooks, if they are not."""
+        """Install the hooks, with the keys of before: a compiled module is compiled again when a key changes."""
         with self._lock:
             self._layers.add(owned)
             for handle in self._handles:
@@ -253,9 +247,8 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 class ModelTensors:
     """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
-    Looking into all tables of a model takes longer than packing all that its layers save.  So once two passes in a row
-    have read the same, most others use it as it is: of `TRUSTED` passes one reads.  Until then, memory that has just
-    become a buffer may be copied.
+    Reading all tables of a model takes longer than packing all that its layers save.  So once two passes in a row have
+    read the same, one of `TRUSTED` passes reads.  Until then, memory that has just become a buffer may be copied.
     """
 
     TRUSTED = 8

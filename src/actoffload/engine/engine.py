@@ -95,10 +95,7 @@ class Engine:
             self.counters.reset()
 
     def fit(self, nbytes: int = 0) -> int:
-        """Free the host memory above `nbytes` a device that no saved tensor uses; return the bytes freed.
-
-        If one device is used, host memory is taken until `nbytes` are held.
-        """
+        """Free unused host memory above `nbytes` a device, and return how much; a single one takes what is missing."""
         with self.lock:
             self.doubling = False
             return sum(pool.fit(nbytes, grow=len(self._transfers) == 1) for pool in self._pools)

@@ -76,10 +76,7 @@ Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
 class Packer:
-    """Packs what a forward saves for the layer that runs; its method `pack` is the hook.
-
-    A whole-model pass has one for all layers, so the hook that autograd calls is the one that does the work.
-    """
+    """Packs what a forward saves for the layer that runs; its method `pack` is the hook that autograd calls."""
 
     def __init__(self) -> None:
         self._aside: Pack | None = _ended

@@ -1,27 +1,24 @@
 """The page-locked host memory of one context or handle, reused without the host waiting, and how it is returned.
 
 `[Note: host pool]`  Taking pinned memory from the system takes 0.05 to 0.7 s per GiB, and 10 ms more for each *slab*
-that is taken.  A `HostPool` numbers the bytes of its slabs through, one slab behind the other, and a buffer is a
-stretch of these places.  So no end of a slab is wasted: a buffer that crosses one has several parts.  Slabs are taken
-for what is missing and a little more.  Until `fit` says how much is needed, each is as large as all before it.
+that is taken.  A `HostPool` numbers the bytes of its slabs through, and a buffer is a stretch of these places: one that
+crosses the end of a slab has several parts.  Until `fit` says how much is needed, each slab is as large as all before.
 
 A returned buffer is first kept whole, in a bin of its size: a training step allocates the same sizes again.  Only when
-a bin is empty, and nothing else is free, are the bins emptied and all places that no buffer uses joined.
+nothing else is free, the bins are emptied and all places that no buffer uses joined.
 
-Free memory carries a fence: the positions after which its last readers are done, at most one for each stream.  The
-stream that writes next waits for them.  Outside of the bins all free memory has one fence.  Buffers that were used
-while a graph was captured are addresses in that graph, so they are not reused before the pool is closed.  A request
-that the system refused is repeated when as many bytes as were missing have been returned or freed since, in any pool.
+Free memory carries a fence, for which the next copy out waits: the end of the last copy in that reads it.  Outside of
+the bins all free memory has one fence.  Buffers that were used while a graph was captured are
+addresses in that graph, so they are not reused before the pool is closed.  A request that the system refused is
+repeated when as many bytes as were missing have been returned or freed since, in any pool.
 
 An interrupt may come between two changes that belong together.  `HostPool.broken` is set meanwhile; the next caller
-that finds it set computes what is free, and the counts, from the slabs and the buffers in use, which each change
-leaves right.
+that finds it set computes what is free, and the counts, from the slabs and the buffers in use.
 
-`[Note: finalizers]`  Python runs signal handlers between two bytecodes of the main thread.  A signal that arrives while
-autograd computes waits for the next bytecode.  If that is in a ``__del__``, Python drops the exception of the handler,
-and the ``__del__`` stops half-way.  So the finalizers here are callbacks of weak references, and the callback is
-``deque.append``, which is C.  The weak reference, a `Resources`, has all that is to be given back.  `settle` gives it
-back in ordinary code: before host memory is taken, before bytes are counted, and in statistics.
+`[Note: finalizers]`  A signal that arrives while autograd computes is handled at the next bytecode.  If that is in a
+``__del__``, Python drops the exception of the handler, and the ``__del__`` stops half-way.  So the finalizers here are
+callbacks of weak references, and the callback is ``deque.append``, which is C.  The weak reference, a `Resources`, has
+all that is to be given back.  `settle` gives it back in ordinary code.
 
 Device memory is freed by reference counts.  Only a storage that is dropped while a transfer uses its memory has a
 ``__del__``, because a stream has to wait before.  `raise_later` keeps an exception that comes in there, and `settle`
@@ -45,7 +42,7 @@ import torch
 
 from .._text import size as written
 from .._torch.tensors import free_storage_weakref
-from ..device.base import Backend, StreamPosition, latest_positions
+from ..device.base import Backend, StreamPosition
 
 ALIGN = 512
 GRANULE = 1 << 21
@@ -71,7 +68,7 @@ class Resources(weakref.ref[Any]):
     freed: deque[int] | None  # where `nbytes` goes: the queue of the counters
     buffer: int  # number of a host buffer, or 0; a number does not keep the memory of a pool that is dropped
     returned: deque[Any] | None  # where `buffer` goes: the queue of the host pool
-    fence: tuple[Any, ...]  # the positions after which the host memory may be written again
+    fence: StreamPosition | None  # after which the host memory may be written again
     # Device memory that a copy writes, `Transfers.join`, and its arguments: the compute stream waits for that copy.
     in_flight: tuple[Any, ...] | None
 
@@ -82,7 +79,7 @@ class Resources(weakref.ref[Any]):
         """Return the resources of an object, without any but a weak reference to a storage."""
         made = Resources(owner, _drop)
         made.weak, made.nbytes, made.freed = weak, 0, freed
-        made.buffer, made.returned, made.fence, made.in_flight = 0, returned, (), None
+        made.buffer, made.returned, made.fence, made.in_flight = 0, returned, None, None
         _alive.add(made)
         return made
 
@@ -134,7 +131,7 @@ class HostBuffer:
     parts: tuple[torch.Tensor, ...]  # one-dimensional uint8 tensors that together hold `nbytes` bytes
     start: int  # its first place in the pool
     size: int
-    fence: tuple[StreamPosition, ...]  # what the first writer has to wait for
+    fence: StreamPosition | None  # what the first writer has to wait for
     number: int = 0  # by which it is returned; another one each time it is taken
     key: Any = None  # a dtype, size and stride for which `typed` was asked last
     tensor: torch.Tensor | None = None  # and what it returned
@@ -169,7 +166,7 @@ class HostPool:
         self._lock = threading.RLock()
         self.doubling = False  # until `fit`
         self.broken = False  # an interrupt came in between, or a change is in progress
-        self.returned: deque[tuple[int, tuple[StreamPosition, ...]]] = deque()
+        self.returned: deque[tuple[int, StreamPosition | None]] = deque()
         self.bytes_held = 0  # in use and free
         self.bytes_taken = 0  # in use, without what captured graphs alone use
         self.high_water = 0
@@ -181,14 +178,10 @@ class HostPool:
         self._used: dict[int, HostBuffer] = {}  # by number
         self._bins: dict[int, list[HostBuffer]] = {}  # by size
         self._free: list[tuple[int, int]] = []  # first places and ends, in order, of what is neither used nor in a bin
-        self._fence: tuple[StreamPosition, ...] = ()  # of `_free`
+        self._fence: StreamPosition | None = None  # of `_free`
 
     def take(self, nbytes: int, *, captured: bool = False, owner: Resources | None = None) -> HostBuffer | None:
-        """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
-
-        While work that uses it is `captured` into a graph, no memory can be taken from the system; the buffer is not
-        reused.  `owner` returns it when its object is dropped.
-        """
+        """Return a buffer that `owner` returns when it is dropped; None, with `refusal` set, if there is none."""
         with self._lock:
             if dropped or self.returned:
                 self._sort()
@@ -223,13 +216,13 @@ class HostPool:
             self.broken = False
             buffer.captured = captured
             if captured:
-                buffer.fence = ()
+                buffer.fence = None
             if self.bytes_taken > self.high_water:
                 self.high_water = self.bytes_taken
             return buffer
 
-    def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
-        """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
+    def give_back(self, buffer: HostBuffer, fence: StreamPosition | None = None) -> None:
+        """Return a buffer that may be written again after `fence`; from any thread, at any time."""
         self.returned.append((buffer.number, fence))
 
     def settle(self) -> None:
@@ -238,10 +231,7 @@ class HostPool:
             self._sort()
 
     def fit(self, nbytes: int, *, grow: bool = False) -> int:
-        """Free slabs without a used byte while more than `nbytes` are held; return the bytes freed.
-
-        With `grow`, what is missing then is taken, or less where the limit or the system forbids it.
-        """
+        """Free unused slabs above `nbytes`, and return the bytes freed; with `grow`, take what is missing."""
         with self._lock:
             self._sort()
             self.broken = True
@@ -272,7 +262,7 @@ class HostPool:
             self._used.clear()
             self._slabs.clear()
             self._collect()
-            self._fence = ()
+            self._fence = None
             self.exhausted = ""
             self.broken = False
         self._backend.release_host()
@@ -290,7 +280,7 @@ class HostPool:
             if self.returned and self.returned[0] is first:
                 self.returned.popleft()
 
-    def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
+    def _sort_in(self, buffer: HostBuffer, fence: StreamPosition | None) -> None:
         _given_back[0] += buffer.size
         self.broken = True
         if not buffer.captured:
@@ -307,7 +297,7 @@ class HostPool:
         if self.broken and not self._backend.capturing():
             self._backend.synchronize(self._device)  # so what is free needs no fence
             self._bins.clear()
-            self._fence = ()
+            self._fence = None
             self._collect()
             self.broken = False
 
@@ -336,8 +326,9 @@ class HostPool:
 
     def _collect(self) -> None:
         """Empty the bins, and compute what is free: all places that no buffer in use has."""
-        returned = (position for bin_ in self._bins.values() for buffer in bin_ for position in buffer.fence)
-        self._fence = latest_positions((*self._fence, *returned))  # [guard: fence of free memory]
+        fences = (self._fence, *(buffer.fence for bin_ in self._bins.values() for buffer in bin_))
+        # [guard: fence of free memory]
+        self._fence = max((each for each in fences if each is not None), key=lambda each: each.order, default=None)
         self._bins.clear()
         changes = Counter[int]()  # how many more slabs than buffers have a place than have the one before it
         for start, slab in self._slabs.items():

@@ -23,7 +23,7 @@ from .engine import Engine
 from .layout import View
 from .statistics import Counters, Reason
 from .storage import Residency, SavedStorage
-from .transfer import COMPUTE, CopyOut, PassDevice, Transfers
+from .transfer import CopyOut, PassDevice, Transfers
 
 
 class Phase(enum.Enum):
@@ -155,7 +155,7 @@ class Layer:
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
                 transfers = storage.pass_device.transfers
                 # [guard: end of the copies of a layer]
-                storage.copied_out = ends[transfers] = ends.get(transfers) or transfers.end_of_copies_out()
+                storage.copied_out = ends[transfers] = ends.get(transfers) or transfers.position(transfers.out)
         self._copied_out |= ends
         return refused
 
@@ -204,11 +204,7 @@ class Layer:
 
 
 def queue_copies(storages: Iterable[SavedStorage], layer: int, captured: bool, *, ended: bool) -> list[SavedStorage]:
-    """Queue the copies of what was saved and is not copied yet; return the storages for which the host has no memory.
-
-    They are queued in batches of `Backend.batch` bytes.  Once the layer, which the timeline shows, has `ended`, nothing
-    more is saved in it.
-    """
+    """Queue what is saved and not copied, in batches; return the storages for which the host has no memory."""
     without: list[SavedStorage] = []
     batch: list[tuple[SavedStorage, CopyOut]] = []
     nbytes = 0
@@ -245,11 +241,7 @@ def _queue_batch(batch: Sequence[tuple[SavedStorage, CopyOut]], layer: int, capt
 
 
 def reload(storages: Sequence[SavedStorage], layer: Layer, *, on_demand: bool = False) -> None:
-    """Reload storages in the given order; those that are on the device are passed over.
-
-    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  What
-    is allocated and not copied, because memory runs out, is freed again.
-    """
+    """Reload the storages that are on the host, in the given order; all memory is allocated before the first copy."""
     waiting = [storage for storage in storages if storage.residency is Residency.HOST]
     while waiting:
         device, stream = waiting[0].pass_device, waiting[0].stream
@@ -316,10 +308,9 @@ class StorageRegistry:
         self._devices: dict[torch.device, PassDevice] = {}
 
     def is_shared(self, tensor: torch.Tensor, index: int) -> bool:
-        """Return whether a tensor that a layer saves is kept, because `SHARERS` layers before have saved its storage.
+        """Return whether a tensor is kept because `SHARERS` layers before have saved its storage.
 
-        Backward needs it from the last of these layers to the first, so its copy would free nothing: these are the
-        angles of rotary embeddings, and what an encoder returns.
+        Backward needs it in all of these layers, so its copy would free nothing: the angles of rotary embeddings, say.
         """
         ref = self.storages.get(address(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         storage = None if ref is None else ref()
@@ -336,10 +327,7 @@ class StorageRegistry:
     def save(
         self, layer: Layer, tensor: torch.Tensor, plan: Plan, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
-
-        The copy starts at once if the plan says so.  The tensor is a part of `wrappers`.
-        """
+        """Return the storage of a tensor, its layout and an alias; the copy starts if the plan says so."""
         memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
         key, version, index = address(memory), version_of(tensor), layer.index
         backend = self._backend
@@ -372,12 +360,12 @@ class StorageRegistry:
                 storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
             note = take_final(key, version) if finals else None
             if note is not None:
-                storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
+                storage.ready = StreamPosition(note.event, 0, note.captured)
                 if note.whole:
                     whole = View(torch.uint8, torch.Size((storage.nbytes,)), (1,), 0, False, False)
                     storage.new = (*storage.new, whole)
             elif not layer.eager and not stays and is_written:
-                storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
+                storage.ready = pass_device.transfers.position(stream, layer.captured)
             if layer.phase is Phase.OFFLOADING:  # it has ended
                 self.refused(layer.offload())
             elif layer.eager and layer.token is not None:

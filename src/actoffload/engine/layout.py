@@ -56,10 +56,7 @@ class View(NamedTuple):
         return True
 
     def on(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return this view on a buffer without gaps that stands for the whole storage.
-
-        It is a view in autograd's sense, and shares the version counter of the buffer.
-        """
+        """Return this view on a buffer that stands for the storage; it shares the version counter of the buffer."""
         element = self.dtype.itemsize
         if buffer.dtype is not self.dtype:
             data = buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)

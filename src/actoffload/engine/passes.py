@@ -125,10 +125,7 @@ class Pass:
         return layer
 
     def follow(self, plan: Plan) -> None:
-        """Go on by another plan, whose layers are those of this pass so far and what is now expected to come.
-
-        What the new plan would have done before now is done now, as far as it still applies.
-        """
+        """Go on by another plan; what it would have done before now is done now, as far as it still applies."""
         with self.lock:
             self.plan = plan
             for layer in self.layers:
@@ -208,11 +205,7 @@ class Pass:
         return backward
 
     def _end_backward(self, backward: _Backward) -> None:
-        """End a backward: what it reloaded and a retained graph still needs stays on the host alone.
-
-        The tensors of a layer stay on the device while another backward has not ended that layer.  The last of several
-        backwards that overlap frees what they have left.
-        """
+        """End a backward: what a retained graph needs, and no other backward, stays on the host alone."""
         for k in sorted(backward.started - backward.ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
         del self._backwards[backward.task]

@@ -30,14 +30,10 @@ class Residency(enum.Enum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedStorage:
-    """A storage between its saving and the last backward that needs it.
+    """A storage between its saving and the last backward that needs it, guarded by the lock of the engine.
 
-    Only the objects that autograd holds refer to it strongly.  When the last of them is dropped, all memory is
-    returned, whatever the state, so there is no pass to end and nothing to reset.  The lock of the engine guards all
-    methods but the finalizer.
-
-    Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
-    tensors of its own type and layout.  Everything else is copied as bytes.
+    Only objects that autograd holds refer to it strongly, so all memory is returned with the last of them.  Nearly
+    every storage is saved as one tensor that fills it: such a *plain* one is copied as a tensor, others as bytes.
     """
 
     pass_device: PassDevice
@@ -88,10 +84,7 @@ class SavedStorage:
         self.new = (*self.new, view)
 
     def has_values_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether what was saved first has the values that a tensor on the storage has now.
-
-        Some operators, such as those that split a tensor for edits in place, give their outputs counters of their own.
-        """
+        """Return whether a tensor has the values that were saved first; operators may make new version counters."""
         version = version_of(tensor)
         if version != self.version:  # [guard: copy of an older version]
             return False
@@ -103,10 +96,7 @@ class SavedStorage:
     # Offloading
 
     def prepare_copy(self, captured: bool, *, ended: bool) -> CopyOut | None:
-        """Return the copy of what was saved and is not copied yet; None if there is none, or no host memory for it.
-
-        Views with gaps wait until the layer has `ended`: others may lie in the gaps.
-        """
+        """Return the copy of what is not copied yet, or None; views with gaps wait until the layer has `ended`."""
         first = self._probes[0]
         if first.untyped_storage().nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
             self.pinned = True
@@ -179,10 +169,7 @@ class SavedStorage:
             self.pass_device.transfers.pool.give_back(host, host.fence)
 
     def release(self, layer: int, awaited: StreamPosition | None = None) -> None:
-        """Free the device memory if all layers that saved the storage have released it.
-
-        The compute stream has waited for the copies of each of these layers before, and for `awaited`.
-        """
+        """Free the device memory if all layers have released it; compute has waited for copies until `awaited`."""
         layers = self.layers
         layers[layer] = True
         if (
@@ -238,7 +225,7 @@ class SavedStorage:
         device, buffer, resources = self.pass_device, self._buffer, self.resources
         assert buffer is not None
         self._clean = version_of(buffer)
-        resources.fence = (copied_in,)  # [guard: fence of returned host memory]
+        resources.fence = copied_in  # [guard: fence of returned host memory]
         layer = min(self.layers, default=0)
         resources.in_flight = buffer, device.transfers.join, self.stream, device.streams, copied_in, layer
 
@@ -246,7 +233,8 @@ class SavedStorage:
         """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
         if self.residency is not Residency.RELOADED:
             return probe.detach()  # not the alias itself, which loses its data at the release
-        transfers, (copied_in,) = self.pass_device.transfers, self.resources.fence
+        transfers, copied_in = self.pass_device.transfers, self.resources.fence
+        assert copied_in is not None
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
             # [wait: another stream's use for the copy in]
@@ -290,10 +278,7 @@ class SavedStorage:
 
 
 class StorageInFlight(SavedStorage):
-    """A storage whose device memory is used by a transfer, or by another stream than its own.
-
-    A storage changes to this class and back, because only such a one needs a finalizer; see [Note: finalizers].
-    """
+    """A storage that a transfer or another stream uses: only such a one has a finalizer, see [Note: finalizers]."""
 
     __slots__ = ()
 
@@ -308,14 +293,14 @@ class StorageInFlight(SavedStorage):
         """Let the compute stream wait before the device memory is freed."""
         if sys.is_finalizing():  # the process frees everything
             return
-        device = self.pass_device
+        device, transfers = self.pass_device, self.pass_device.transfers
         if self.residency is Residency.RELOADED:
             self._free_buffers()
         else:
             # [guard: end of a dropped copy]
-            end = self.copied_out if self.copied_out is not None else device.transfers.end_of_copies_out()
+            end = self.copied_out if self.copied_out is not None else transfers.position(transfers.out)
             # [wait: dropping for a copy out]
-            device.transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
+            transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
 
 
 opaque(StorageInFlight.__del__)

@@ -44,8 +44,6 @@ from .host_pool import HostBuffer, HostPool
 from .layout import Stretch
 from .statistics import Counters, TimelineRecorder
 
-D2H, H2D, COMPUTE = 0, 1, 2
-
 
 class CopyOut(NamedTuple):
     """A copy to the host that is to be queued."""
@@ -100,11 +98,11 @@ class Transfers:
         self.back: Stream = link.back
         self.recorder: TimelineRecorder | None = None
 
-    def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
+    def position(self, stream: Stream, captured: bool | None = None) -> StreamPosition:
         """Return a position at the present end of a stream; `captured` saves asking, where the caller knows."""
         if captured is None:
             captured = self.backend.capturing()
-        return StreamPosition(self.backend.record(stream), lane, next(self.link.orders), captured)
+        return StreamPosition(self.backend.record(stream), next(self.link.orders), captured)
 
     def wait(self, stream: Stream, position: StreamPosition, captured: bool) -> None:
         """Let a stream wait for a position, unless the border of a capture lies between; see [Note: capture]."""
@@ -144,16 +142,12 @@ class Transfers:
             elif compute not in waited:
                 waited.append(compute)
                 self.backend.wait_stream(self.out, compute)  # [wait: copy out for the tensor saved now]
-            for position in host.fence:
-                if position.order > self.link.waited and position.captured == captured:
-                    self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
-                    self.link.waited = position.order  # [guard: fences waited for]
+            fence = host.fence
+            if fence is not None and fence.order > self.link.waited and fence.captured == captured:
+                self.wait(self.out, fence, captured)  # [wait: copy out for the host buffer]
+                self.link.waited = fence.order  # [guard: fences waited for]
         with self._span(Kind.D2H, layer, self.out, sum(copy.nbytes for copy in copies)):
             self.backend.to_host(pairs, self.out)
-
-    def end_of_copies_out(self) -> StreamPosition:
-        """Return a position after all copies out that are queued so far."""
-        return self.position(self.out, D2H)
 
     def begin_reload(self, compute: Stream) -> None:
         """Let copies in start only after compute has reached this point, where their memory was allocated."""
@@ -163,7 +157,7 @@ class Transfers:
         """Queue a copy in; `begin_reload` came first.  Return its end."""
         with self._span(Kind.H2D, layer, self.back, sum(host.nbytes for host, _ in pairs)):
             self.backend.to_device(pairs, self.back)
-        return self.position(self.back, H2D, captured)
+        return self.position(self.back, captured)
 
     def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool, nbytes: int) -> None:
         """Let a stream wait for a copy in of `nbytes` bytes before it reads."""
