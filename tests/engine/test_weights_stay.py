@@ -244,4 +244,4 @@ def test_notes_on_storages_that_are_gone_are_swept(notes: str) -> None:
 
 
 def _final(tensor: torch.Tensor) -> None:
-    eligibility.finals.add(tensor.untyped_storage(), eligibility.Final(tensor, object(), False, whole=False))
+    eligibility.finals.add(tensor.untyped_storage(), eligibility.Final(tensor, object(), whole=False))

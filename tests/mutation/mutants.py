@@ -50,8 +50,8 @@ INSTEAD: dict[str, str] = {
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": ("kept.add(storage, __import__('types').SimpleNamespace(expired=False))"),
     "keep: address of a final storage": (
-        "note = __import__('types').SimpleNamespace(expired=False, version=version_of(tensor), event=event, "
-        "captured=backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)"
+        "note = __import__('types').SimpleNamespace(expired=False, version=version_of(tensor), ready=ready, "
+        "whole=offload_base_tensor, wrappers=wrappers)"
     ),
     "keep: host memory": (
         "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), start, size, self._fence)"

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from .._torch.modules import RESHARD, registered
 from .._torch.subclasses import Wrappers, has_parts, parts_of, plain_parts, unchanged
 from .._torch.tensors import CASTS, address, base_of, is_freed, storage_expired, storage_weakref, version_of
-from ..device.base import Backend, StreamEvent
+from ..device.base import Backend, StreamPosition
 from .host_pool import Resources
 from .layout import View
 from .statistics import Reason
@@ -303,16 +303,13 @@ class StorageRef:
 
 
 class Final(StorageRef):
-    """A storage was final at an event."""
+    """A storage was final at a position of its stream."""
 
-    __slots__ = ("captured", "event", "version", "whole", "wrappers")
+    __slots__ = ("ready", "version", "whole", "wrappers")
 
-    def __init__(
-        self, tensor: torch.Tensor, event: StreamEvent, captured: bool, *, whole: bool, wrappers: Wrappers = ()
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, ready: StreamPosition, *, whole: bool, wrappers: Wrappers = ()) -> None:
         super().__init__(tensor.untyped_storage())
-        self.version = version_of(tensor)
-        self.event, self.captured, self.whole, self.wrappers = event, captured, whole, wrappers
+        self.version, self.ready, self.whole, self.wrappers = version_of(tensor), ready, whole, wrappers
 
 
 M = TypeVar("M", bound=StorageRef)
@@ -400,9 +397,9 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     for tensor, wrappers in (part for value in found for part in parts_of(value)):
         if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
-            event = backend.record(stream)
+            ready = StreamPosition(backend.record(stream), 0, backend.capturing())
             # [keep: address of a final storage]
-            note = Final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
+            note = Final(tensor, ready, whole=offload_base_tensor, wrappers=wrappers)
             finals.add(tensor.untyped_storage(), note)
 
 

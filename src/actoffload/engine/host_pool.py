@@ -276,21 +276,18 @@ class HostPool:
             number, fence = first
             buffer = self._used.get(number)  # None if this was interrupted behind it, or the pool was closed meanwhile
             if buffer is not None and buffer.taken:
-                self._sort_in(buffer, fence)
+                _given_back[0] += buffer.size
+                self.broken = True
+                if not buffer.captured:
+                    del self._used[number]  # first: after an interrupt it is free
+                self.bytes_taken -= buffer.size
+                buffer.taken = False
+                if not buffer.captured:
+                    buffer.fence = fence  # [guard: fence of a returned buffer]
+                    self._bins.setdefault(buffer.nbytes, []).append(buffer)
+                self.broken = False
             if self.returned and self.returned[0] is first:
                 self.returned.popleft()
-
-    def _sort_in(self, buffer: HostBuffer, fence: StreamPosition | None) -> None:
-        _given_back[0] += buffer.size
-        self.broken = True
-        if not buffer.captured:
-            del self._used[buffer.number]  # first: after an interrupt it is free
-        self.bytes_taken -= buffer.size
-        buffer.taken = False
-        if not buffer.captured:
-            buffer.fence = fence  # [guard: fence of a returned buffer]
-            self._bins.setdefault(buffer.nbytes, []).append(buffer)
-        self.broken = False
 
     def _mend(self) -> None:
         """Compute what is free, and the counts, if an interrupt came between two changes."""

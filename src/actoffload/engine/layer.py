@@ -360,7 +360,7 @@ class StorageRegistry:
                 storage.wrappers = (*storage.wrappers, *(seen for seen in wrappers if seen not in storage.wrappers))
             note = take_final(key, version) if finals else None
             if note is not None:
-                storage.ready = StreamPosition(note.event, 0, note.captured)
+                storage.ready = note.ready
                 if note.whole:
                     whole = View(torch.uint8, torch.Size((storage.nbytes,)), (1,), 0, False, False)
                     storage.new = (*storage.new, whole)
