@@ -29,9 +29,8 @@ from ..schedule.orders import Computation
 from ..schedule.plan import Plan
 from ..tune.exchange import LostRankError, Ranks, Settings
 from ..tune.script import Plans, Steps
-from .conductor import Conductor
+from .conductor import KINDS, Conductor, classes_of, follow, handle_of, is_schedule, stages_of, unfollow
 from .first_steps import FirstSteps, Limits, RankStage
-from .follow import KINDS, follow, handle_of, is_schedule, is_supported, stages_of, unfollow
 
 logger = logging.getLogger("actoffload")
 
@@ -391,7 +390,7 @@ def _offload_schedule(
 ) -> PipelineHandle:
     """Offload the stages of this rank by one plan."""
     name = type(schedule).__name__
-    if not is_supported(schedule):
+    if classes_of(schedule).isdisjoint(KINDS):
         raise ValueError(f"offload got a {name}, which is not supported; expected a {', '.join(KINDS)} or subclass.")
     if handle_of(schedule) is not None:
         raise ValueError(
