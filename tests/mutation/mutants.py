@@ -58,7 +58,7 @@ INSTEAD: dict[str, str] = {
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = None",
-    "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
+    "guard: streams that waited": "self._users = (*self._users, current); self.resources.in_flight = None",
     "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
     "guard: gaps of earlier copies": "self.covered = union((*self.covered, *(view.extent for view in new)))",
