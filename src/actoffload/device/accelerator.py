@@ -38,7 +38,7 @@ CLOCK = 1.7e9  # cycles in a second of a GPU that works, about
 
 
 class Accelerator(Backend):
-    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`.
+    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.Event`.
 
     Raises
     ------
