@@ -148,11 +148,16 @@ def current_stream(backend: Backend) -> Stream:
     return backend.current_stream(backend.current_device())
 
 
-def usable(limit: int, largest: int) -> int:
-    """Return how many bytes of a limit tensors may use, where the largest has `largest` bytes: gaps take room.
+def usable(limit: int | None, largest: int, budget: int | None = None) -> int | None:
+    """Return how many bytes of a limit tensors may use, at most the budget; None if there is neither.
+
+    The largest tensor has `largest` bytes: gaps take room.
 
     Caching allocators split blocks, and what is left serves smaller tensors only.  12 % were lost with 80 GiB and
     logits of 8 GiB, and 6 % with 4.5 GiB and tensors of 128 MiB.
     """
+    if limit is None:
+        return budget
     few, most = LEAST_GAPS * limit, MOST_GAPS * limit
-    return limit - round(min(max(few, GAPS * largest), most))
+    found = limit - round(min(max(few, GAPS * largest), most))
+    return found if budget is None else min(found, budget)

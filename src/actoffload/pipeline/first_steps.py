@@ -388,14 +388,6 @@ class FirstSteps(Script):
         if plan is not None and planned and self._outdated(plan):
             self._plan_anew(plan)
 
-    def _limit(self, costs: Mapping[int, StageCost]) -> int | None:
-        """Return the bytes of device memory that a plan may use; None if that is not known."""
-        limit = self._backend.memory_limit()
-        if limit is not None:
-            saved = (each.nbytes for cost in costs.values() for group in cost.groups for each in group.saved)
-            limit = usable(limit, max(saved, default=0))
-        return min((each for each in (limit, self._limits.memory_budget) if each is not None), default=None)
-
     def measured(self, plan: Plan | None = None) -> RankCosts | None:
         """Return what this rank knows; None if no whole step was seen.
 
@@ -417,7 +409,9 @@ class FirstSteps(Script):
                     stage.grow(plan)
                 ways[stage.index] = groups = [stage.ways[name] for name in stage.names]
                 costs[stage.index] = replace(costs[stage.index], groups=tuple(group[0].cost for group in groups))
-        return RankCosts(rank, costs, link, self._limit(costs), ways)
+        saved = (each.nbytes for cost in costs.values() for group in cost.groups for each in group.saved)
+        limit = usable(self._backend.memory_limit(), max(saved, default=0), self._limits.memory_budget)
+        return RankCosts(rank, costs, link, limit, ways)
 
     def _costs(self) -> dict[int, StageCost]:
         """Return what each stage costs as its groups run now."""

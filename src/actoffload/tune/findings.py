@@ -143,10 +143,8 @@ class Findings:
 
     def most(self, factor: float = 1.0) -> int | None:
         """Return the bytes that a pass may take, with `factor` times as large tensors; None if that is not known."""
-        if self.device_bytes is None:
-            return None
-        most = usable(self.device_bytes, round(factor * self.largest))
-        return max((most if self.budget is None else min(most, self.budget)) - self.short, 0)
+        most = usable(self.device_bytes, round(factor * self.largest), self.budget)
+        return None if most is None else max(most - self.short, 0)
 
     def chosen(self, **changes: Any) -> Plan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
