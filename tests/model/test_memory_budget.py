@@ -77,6 +77,24 @@ def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
     assert limits[0] < without / 3
 
 
+class Repeating(TimedModel):
+    """Runs its blocks twice, as ALBERT runs its layer many times."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("part", [0.6, 0.75, 0.9])
+def test_blocks_that_run_several_times_keep_the_budget(part):
+    """They are not replayed by a plan, and what they then save is counted."""
+    without = max(peaks(Repeating(device := Timed(1e7, 1e7, memory=2**40), 6), device, 1))
+    device, model, handle = started(1e7, 6, kind=Repeating, memory_budget=round(part * without))
+    found = peaks(model, device, 10)
+    assert max(found) <= part * without
+    assert not handle.settling
+    assert found[-1] <= handle.plan.peak_bytes <= 1.003 * found[-1]
+
+
 def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_too():
     """A pass that is measured by group waits for copies; what else it does then takes time from compute later."""
     device, model, handle = started(3e5, 6, memory_budget=10 * MIB)

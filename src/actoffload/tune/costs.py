@@ -206,12 +206,12 @@ def ways_of(
     found = list[tuple[Variant, ...]]()
     for number, cost in zip(groups, costs, strict=True):
         ways: tuple[Variant, ...] = (Variant(cost),)
-        # One that runs several times would have one way for all of them.
-        once = number in among and times[number] == 1
-        if once and saved.get(number):
+        if number in among and saved.get(number):
             ways = Variant(_run_once(cost, saved[number])), Variant(cost, ())
-        elif once and operators.get(number):
+        elif number in among and operators.get(number):
             ways = replay_ways(cost, correct_times(operators[number], cost.forward))
+        # One that runs several times would have one way for all of them.
+        ways = ways[:1] if times[number] > 1 else ways
         found.append(tuple(way.map(lambda cost: cost.in_batches(batch)) for way in ways))
     return found
 
