@@ -22,12 +22,6 @@ PART = 0.6  # of the peak of plain training, to which the device is limited
 PASSES, TIMED = 6, 3  # steps until the plan stands, and steps that are timed
 
 
-def _block(width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width), nn.Tanh()
-    )
-
-
 def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
     """Train a model plainly, limit the device so that this fails, and train it with `offload`.
 
@@ -39,7 +33,9 @@ def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
 
     def make() -> tuple[nn.Module, Callable[[], None]]:
         torch.manual_seed(0)
-        model = nn.Sequential(*(_block(width) for _ in range(blocks))).to(place, dtype)
+        ends = [(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(blocks)]
+        inner = (nn.Sequential(nn.LayerNorm(width), up, nn.SiLU(), down, nn.Tanh()) for up, down in ends)
+        model = nn.Sequential(*inner).to(place, dtype)
         x = torch.randn(tokens, width, device=place, dtype=dtype)
 
         def step() -> None:

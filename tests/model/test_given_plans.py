@@ -1,6 +1,7 @@
 """Plans that are given back: to the model that they are of, in the same or in other wrappers."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,8 @@ def test_a_plan_of_no_module_of_the_model():
     for model in (Waves(), DataParallel(Waves())):
         with pytest.raises(ValueError, match=expected):
             offload(model, plan=plan)
+    with pytest.raises(ValueError, match=r"^plan is of rank 1 of a pipeline; give the plan of a model\.$"):
+        offload(Waves(), plan=replace(plan, rank=1))
     lists = Plan(1, names=("blocks",), nbytes=(0,))
     with pytest.raises(ValueError, match=r"^plan has the group 'blocks', which is no module of this Waves that"):
         offload(Waves(), plan=lists)

@@ -166,6 +166,7 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
         "A pass takes 110.00 ms instead of about 100.00 ms (+10.0 %)."
     )
     assert first(**peaks, **seconds, times=False) == counted, "they are of another device"
+    assert first(peak_bytes=5 * 2**30, baseline_peak_bytes=3 * 2**30) == counted, "nothing is saved at the peak"
     replayed = {"groups": (recomputed(0, 448 * MIB), block(5)), "outside": None, "dropped_bytes": 0}
     assert first(**replayed, peak_resident_bytes=512 * MIB).startswith("Saves 448.0 MiB of 962.0 MiB of activations.")
     assert first(**replayed, peak_resident_bytes=900 * MIB).startswith("Saves 60.0 MiB of 962.0 MiB")

@@ -149,6 +149,8 @@ def test_a_stage_in_no_order_does_not_make_others_wait() -> None:
 
 def test_what_cannot_run_is_named() -> None:
     stages = [STAGE] * 2
+    with pytest.raises(ValueError, match=r"^The order has a backward of microbatch 0 before its forward\.$"):
+        simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1B0", "1F0"])], stages, FAST)
     with pytest.raises(ValueError, match=r"Rank 0 waits forever at its step 0B0: no rank sends what that needs"):
         simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1F0", "1F1", "1B1"])], stages, FAST)
     with pytest.raises(ValueError, match="Rank 1 has stage 1, but there are costs of 1 stages"):

@@ -337,6 +337,8 @@ def offload_model(
     names = Names(module)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+        if plan.rank is not None:
+            raise ValueError(f"plan is of rank {plan.rank} of a pipeline; give the plan of a model.")
         entries = planned_modules(names, plan.names)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     state = ModelState(find_modules(names, entries, keep), engine)

@@ -230,7 +230,7 @@ class Report:
         less = totals.bytes_saved + totals.bytes_recomputed - totals.bytes_not_freed - self.peak_resident_bytes
         # A larger peak than without offloading is that of several passes.
         saved = f"Saves {size(less)} of {size(self.activation_bytes)} of activations. " if less > 0 else ""
-        if self.times and peak and without:
+        if self.times and peak and without and peak < without:
             saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}. "
         if self.slower is not None:
             both = f"{milliseconds(self.seconds or 0.0)} instead of about {milliseconds(self.baseline_seconds or 0.0)}"
@@ -298,17 +298,14 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "passes", str(report.passes)
     if report.coverage is not None:
         yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
-    if report.because:
-        yield "plan", report.because
-    if report.next_choice:
-        yield "next choice", report.next_choice
+    yield from ((name, said) for name, said in (("plan", report.because), ("next choice", report.next_choice)) if said)
     # Some of them may count already: those that were to be freed only behind the peak.
     held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
     yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}"
     if report.r is not None:
         drop = f"{size(report.dropped_bytes or 0)} of {size(report.expected_bytes or 0)} that the plan frees in forward"
         yield "freed", f"{percent(report.r, 2)}, {drop}"
-    if totals.bytes_offloaded:
+    if totals.bytes_reloaded:  # steps of a pipeline do not say of which group
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         storages = "1 storage" if ahead == 1 else f"{ahead} storages"
         yield "reloaded", f"{size(totals.bytes_reloaded)}: {storages} ahead, {demand} on demand"

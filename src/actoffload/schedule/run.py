@@ -355,6 +355,8 @@ class RankRun:
         self._span(Kind.FORWARD, key, begun)
 
     def _backward(self, part: Part, key: Key, saved: tuple[Saved, ...]) -> None:
+        if key not in self._held:
+            raise ValueError(f"The order has a backward of microbatch {key[1]} before its forward.")
         start = begun, _, _ = self.compute, self._host, self._stalled
         held, offloading, copied, in_use = self._held[key], key in self._offloading, 0.0, 0
         if offloading and key not in self._released:  # copies to the host may still read its memory
