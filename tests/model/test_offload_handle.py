@@ -43,6 +43,7 @@ def test_print_of_a_removed_or_paused_handle_and_of_one_that_offloads_nothing():
     assert str(handle).startswith("offload of Waves: 4 of 6")
     handle.remove()
     assert str(handle).startswith("offload of Waves (removed): 4 of 6")
+    assert repr(handle) == "<OffloadHandle of Waves: 4 of 6 groups, removed>"
     with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
         handle.recording().__enter__()
     assert str(offload(Waves(6), num_layers=0)) == (

@@ -156,7 +156,8 @@ class OffloadHandle(Handle):
         return describe(self._state, self.plan, condition)
 
     def __repr__(self) -> str:
-        return f"<OffloadHandle of {self._state.root.name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
+        groups = f"{len(self.plan.offloaded)} of {len(self.groups)} groups{', removed' * self._removed}"
+        return f"<OffloadHandle of {self._state.root.name}: {groups}>"
 
     # What happened
 
