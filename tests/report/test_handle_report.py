@@ -172,6 +172,9 @@ def test_the_first_line_is_what_is_saved_and_what_it_costs_in_time():
     assert first(**replayed, peak_resident_bytes=900 * MIB).startswith("Saves 60.0 MiB of 962.0 MiB")
     several = {**replayed, "peak_resident_bytes": 4096 * MIB}
     assert not first(**several).startswith("Saves"), "that is the peak of several passes"
+    assert first(**{**several, "dropped_bytes": 64 * MIB}).startswith(
+        "Saves 64.0 MiB of 962.0 MiB of activations at the"
+    )
     assert first(groups=(block(5),)) == "Nothing is offloaded or recomputed."
     assert first(dropped_bytes=None).startswith("group"), "of a pipeline"
 

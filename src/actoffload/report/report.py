@@ -229,7 +229,8 @@ class Report:
             return ""
         less = totals.bytes_saved + totals.bytes_recomputed - totals.bytes_not_freed - self.peak_resident_bytes
         # A larger peak than without offloading is that of several passes.
-        saved = f"Saves {size(less)} of {size(self.activation_bytes)} of activations. " if less > 0 else ""
+        less, when = (less, "") if less > 0 else (self.dropped_bytes, " at the end of the forward")
+        saved = f"Saves {size(less)} of {size(self.activation_bytes)} of activations{when}. " if less else ""
         if self.times and peak and without and peak < without:
             saved = f"Saves {size(without - peak)}: the peak is {size(peak)} instead of about {size(without)}. "
         if self.slower is not None:
