@@ -86,15 +86,22 @@ def unknown(schedule: Any) -> None:
     offloaded(pipelining.schedules._ScheduleForwardOnly(schedule._stage, 4))
 
 
-def offloaded_on(rank: int) -> dict[str, Any]:
-    """Run steps that are offloaded on one rank alone; return what it warns of, and whether it is offloaded then."""
+def offloaded_on(rank: int, *, removed: bool = False) -> dict[str, Any]:
+    """Run steps that are offloaded on one rank alone; return what it warns of, and whether it is offloaded then.
+
+    The other one never had a handle, or has `removed` it.
+    """
     schedule, modules = make("Schedule1F1B", 4)
-    handle = offloaded(schedule)
-    if dist.get_rank() != rank:
+    alone = dist.get_rank() == rank
+    handle = offloaded(schedule) if alone or removed else None
+    if handle is not None and not alone:
         handle.remove()
     with mock.patch.object(exchange, "LIMIT", 1.0), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(schedule, modules, 2)
+    if handle is None:  # the next case meets again: both called `offload` equally often
+        handle = offloaded(schedule)
+        handle.remove()
     return {"message": " ".join(str(each.message) for each in found), "installed": handle.installed}
 
 
@@ -127,6 +134,8 @@ BAD = {
     "a stage without layers": partial(fails, {}, {}, empty=True),
     "the first rank alone": partial(offloaded_on, 0),
     "the second rank alone": partial(offloaded_on, 1),
+    "removed on the first rank before a step": partial(offloaded_on, 1, removed=True),
+    "removed on the second rank before a step": partial(offloaded_on, 0, removed=True),
     "removed on one rank": removed,
 }
 

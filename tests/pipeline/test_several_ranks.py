@@ -81,10 +81,12 @@ def test_an_exception_on_one_rank(two, name):
     [
         ("the first rank alone", 0, "Rank 0 waited 0 s for rank 1 of the pipeline. So nothing is offloaded"),
         ("the second rank alone", 1, "Rank 1 waited 1 s for rank 0 of the pipeline. So nothing is offloaded"),
+        ("removed on the first rank before a step", 1, "Offloading has ended on rank 0. So nothing is offloaded"),
+        ("removed on the second rank before a step", 0, "Offloading has ended on rank 1. So nothing is offloaded"),
     ],
 )
 def test_offloaded_on_one_rank(two, name, rank, part):
-    """It warns after a while and runs without offloading, so that the other rank does not wait for ever."""
+    """It warns, at the latest after a while, and runs without offloading: the other does not wait for ever."""
     for number, seen in enumerate(two[name]):
         assert not seen["installed"]
         assert (part in seen["message"]) == (number == rank), seen["message"]

@@ -48,13 +48,7 @@ class PipelineHandle(Handle):
     ``print(handle)`` shows the plan of this rank.  The handle may be dropped; offloading lasts as long as the schedule.
     """
 
-    def __init__(
-        self,
-        schedule: Any,
-        stages: Sequence[Any],
-        first: FirstSteps,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, schedule: Any, stages: Sequence[Any], first: FirstSteps, settings: Settings) -> None:
         self._conductor = first.conductor
         super().__init__(first.conductor.engine, first.stages)
         # Weak references: the schedule and its stages refer to this object.
@@ -78,9 +72,12 @@ class PipelineHandle(Handle):
         A second call does nothing.
         """
         if not self._removed:
-            if self._script is not None and self._number:  # the others wait for this rank from the first step on
+            followed = [each for ref in self._followed if (each := ref()) is not None]
+            if self._script is not None and self._number:  # the others wait for this rank
                 self._first.ranks.leave()
-            unfollow([each for ref in self._followed if (each := ref()) is not None])
+            elif self._script is not None:  # they will in their first step
+                self._first.ranks.refuse(followed)
+            unfollow(followed)
             super().remove()
 
     # Steps
