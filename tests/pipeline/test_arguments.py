@@ -1,5 +1,6 @@
 """Arguments of a schedule: what they choose, and those that are wrong."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed import pipelining
 
 import actoffload
 from actoffload import PipelineHandle, offload
+from actoffload.pipeline.offload import REMOVED
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -105,6 +107,22 @@ def test_a_report_before_the_first_step():
         assert [group.kind for group in handle.report().groups] == ["stage 0"] * BLOCKS
         assert "0" in repr(handle)
         assert handle.table().ranks == (0,)
+    assert str(handle) == REMOVED
+    assert handle.report().because == handle.plan.because  # of the latest step
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_handle_that_was_removed_says_so(steps):
+    schedule, modules = make("Schedule1F1B")
+    handle = offloaded(schedule)
+    train(schedule, modules, steps)
+    handle.remove()
+    assert str(handle) == REMOVED
+    if steps:
+        assert handle.report().because == REMOVED
+    else:
+        with pytest.raises(RuntimeError, match=f"^{re.escape(REMOVED)}$"):
+            handle.report()
 
 
 def test_iterators_as_arguments():

@@ -35,6 +35,7 @@ from .first_steps import FirstSteps, Limits, RankStage
 logger = logging.getLogger("actoffload")
 
 MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
+REMOVED = "This handle was removed: nothing is offloaded. Call offload(schedule) again on every rank."
 NOT_MET = "So nothing is offloaded on this rank. Call actoffload.offload(schedule) on every rank before the first step."
 LOST = (
     "So this rank offloads from here on what it offloads now. Run the same number of steps on every rank, and call "
@@ -160,6 +161,8 @@ class PipelineHandle(Handle):
         return self._first.plans
 
     def __str__(self) -> str:
+        if not self.installed:
+            return REMOVED
         return MEASURING if self.plan is None else str(self.plan)
 
     def __repr__(self) -> str:
@@ -176,7 +179,8 @@ class PipelineHandle(Handle):
         """
         order, plan, counts = self._conductor.order, self.plan, counted(self.statistics())
         if not order:
-            raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
+            unrun = "There is nothing to report yet: no step of the schedule has ended. Run a step first."
+            raise RuntimeError(unrun if self.installed else REMOVED)
         forwards = Counter(step.stage for step in order if step.computation is Computation.FORWARD)
         numbers, recomputed = (Counter[int](), ()) if plan is None else (Counter(plan.offloaded), plan.recomputed)
         groups = []
@@ -186,16 +190,13 @@ class PipelineHandle(Handle):
             if plan is not None and not stage.saved:  # no step has run with it yet
                 sizes = plan.nbytes[part]
             for k, (name, nbytes) in enumerate(zip(stage.names, sizes, strict=False), start=part.start or 0):
-                saved: dict[str, Any] = {
-                    "bytes_saved": nbytes * forwards[index],
-                    "bytes_offloaded": nbytes * numbers[k],
-                }
-                calls = forwards[index], numbers[k], k in recomputed
-                groups.append(GroupReport(name, f"stage {index}", *calls, **saved))
+                found = GroupReport(name, f"stage {index}", forwards[index], numbers[k], k in recomputed)
+                groups.append(replace(found, bytes_saved=nbytes * found.calls, bytes_offloaded=nbytes * numbers[k]))
         if self._conductor.scoped:
             counts["peak_resident_bytes"] = self._first.peak
-        because, times = MEASURING if plan is None else plan.because, self._engine.backend.times
-        return Report(tuple(groups), because=because, times=times, **counts)
+        unplanned = MEASURING if self.installed else REMOVED
+        because = unplanned if plan is None else plan.because
+        return Report(tuple(groups), because=because, times=self._engine.backend.times, **counts)
 
     def table(self) -> RankReports:
         """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
