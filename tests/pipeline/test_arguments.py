@@ -104,6 +104,8 @@ def test_a_report_before_the_first_step():
             handle.report()
         assert "first steps" in str(handle)
         train(schedule, modules, 2)
+        assert "step" not in str(handle).split("Expected")[1]  # nothing was timed here
+        assert handle.plan.seconds is handle.plan.baseline_seconds is None
         assert [group.kind for group in handle.report().groups] == ["stage 0"] * BLOCKS
         assert "0" in repr(handle)
         assert handle.table().ranks == (0,)

@@ -344,6 +344,8 @@ class FirstSteps(Script):
 
     def follow(self, plans: Plans) -> None:
         """Follow plans from the step on that begins now."""
+        if not self.times:  # the planner counts in units of its own
+            plans = tuple(replace(plan, seconds=None, baseline_seconds=None) for plan in plans)
         self.plans, before = plans, self.conductor.plan
         found = next(plan for plan in plans if plan.rank == self.rank)
         self.conductor.follow(found)

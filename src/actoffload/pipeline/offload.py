@@ -137,7 +137,7 @@ class PipelineHandle(Handle):
         if plan is not None and self._engine.backend.times:
             self._engine.fit(plan.host_bytes)
         if self._first.rank == 0:
-            logger.info("The plans of all ranks of the pipeline:\n\n%s", "\n\n".join(map(str, plans)))
+            logger.info("The plans of all ranks of the pipeline:\n\n%s", "\n\n".join(map(str, self.plans)))
 
     # What was chosen
 
