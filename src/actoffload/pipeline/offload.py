@@ -36,7 +36,7 @@ logger = logging.getLogger("actoffload")
 
 MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
 REMOVED = "This handle was removed: nothing is offloaded. Call offload(schedule) again on every rank."
-NOT_MET = "So nothing is offloaded on this rank. Call actoffload.offload(schedule) on every rank before the first step."
+NOT_MET = "So nothing is offloaded on this rank. Call actoffload.offload(schedule) again on every rank before a step."
 LOST = (
     "So this rank offloads from here on what it offloads now. Run the same number of steps on every rank, and call "
     "remove() of the handles on all of them."
