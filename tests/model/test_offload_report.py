@@ -223,17 +223,20 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     assert [(held.group, held.holders) for held in handle.report().held] == [("blocks.0", (given,))]
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_an_input_that_the_caller_holds_is_named(record):
-    model, x = Waves(4), data()
+@pytest.mark.parametrize(("count", "said_so", "record"), [(4, True, False), (4, True, True), (12, False, False)])
+def test_an_input_that_the_caller_holds_is_named_only_if_it_is_large(count, said_so, record):
+    model, x = Waves(count), data()
     handle = offload(model)
     with handle.recording() if record else nullcontext():
         model(x).sum().backward()
     report = handle.report()
     (held,) = report.held
     assert (held.group, held.nbytes) == ("blocks.0", UNIT)
+    name = "local variable `x`" if record else "the input of the model"
+    assert name in str(held.holders[0])
     assert report.r < 1.0
-    assert ("because of local variable `x`" if record else "something that refers to them") in said(report)
+    assert (name in said(report)) is said_so  # an eighth, or less than a twentieth of all
+    assert said(report).startswith("Nothing to change") is not said_so
 
 
 # Recording

@@ -4,7 +4,7 @@ import pytest
 from report_samples import attribute
 
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
-from actoffload.report.build import DOING, advise
+from actoffload.report.build import DOING, INPUT, advise
 
 MIB = 2**20
 
@@ -120,6 +120,14 @@ def test_a_full_host_is_always_named_with_the_missing_bytes():
 def not_freed(nbytes: dict[int, int]) -> list[GroupReport]:
     """Return four groups, of some of which bytes are not freed."""
     return [block(k, offloaded=k < 3, bytes_not_freed=nbytes.get(k, 0)) for k in range(4)]
+
+
+@pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])
+def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
+    held = HeldStorage("layers.0", nbytes, (INPUT,))
+    sentence = only(advise(report(*not_freed({0: nbytes}), held=(held,))))
+    assert ("because of the input of the model: inputs are freed" in sentence) is said
+    assert sentence.startswith("Nothing to change") is not said
 
 
 def test_what_refers_to_memory_that_is_not_freed_is_named_with_its_share():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pipeline_cases
 import pytest
+from helpers import no_gc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_calls import transfer
@@ -110,20 +111,25 @@ def test_every_pipeline(data: st.DataObject) -> None:
     assert [r.device_peak_bytes for r in faster.ranks] == [r.device_peak_bytes for r in found.ranks]
 
 
-def in_two_seconds(*arguments: Any) -> PipelineSimulation:
-    """Simulate a pipeline in two seconds of processor time; it takes 0.2 to 1 s, and other processes slow it down."""
+def in_a_second(*arguments: Any) -> PipelineSimulation:
+    """Simulate a pipeline in a second of processor time; it takes 0.2 to 0.9 s, and other processes slow it down.
+
+    The collector would look through all that the tests before have left, which takes half as long again.
+    """
     for _ in range(3):
-        began = time.process_time()
-        found = simulate_pipeline(*arguments)
-        if time.process_time() - began < 2.0:
+        with no_gc():
+            began = time.process_time()
+            found = simulate_pipeline(*arguments)
+            seconds = time.process_time() - began
+        if seconds < 1.0:
             return found
     raise AssertionError("It took longer three times.")
 
 
-def test_64_stages_and_256_microbatches_take_less_than_two_seconds() -> None:
+def test_64_stages_and_256_microbatches_take_less_than_a_second() -> None:
     orders = one_f_one_b(64, 256)
     stages = [StageCost((LayerCost.even(2**30, 0.010, 0.020),), boundary_bytes=2**20)] * 64
-    found = in_two_seconds(orders, stages, Link(50e9, 50e9))
+    found = in_a_second(orders, stages, Link(50e9, 50e9))
     assert [rank.peak_bytes >> 30 for rank in found.ranks] == list(range(64, 0, -1))
     plans = []
     for rank, order in enumerate(orders[:-3]):
@@ -134,7 +140,7 @@ def test_64_stages_and_256_microbatches_take_less_than_two_seconds() -> None:
                 release, reload = plan.events_of(order[saved + 1])[-1], plan.events_of(order[use - 1])[0]
                 calls += transfer(0, microbatch, release, reload)
         plans.append(Plan.of(1, calls, rank=rank, order=order, stages=(rank,)))
-    offloading = in_two_seconds(orders, stages, Link(99e9, 99e9), [*plans, None, None, None])
+    offloading = in_a_second(orders, stages, Link(99e9, 99e9), [*plans, None, None, None])
     assert offloading.slowdown < 1.01
     assert max(rank.peak_bytes >> 30 for rank in offloading.ranks) <= 4
 

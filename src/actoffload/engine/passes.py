@@ -290,6 +290,7 @@ class ModelPass(Pass):
         self.between, self.withheld = (Layer(OUTSIDE, engine.backend.capturing()) for _ in range(2))
         self.between.owned = self.withheld.owned = owned
         self.withheld.kept, self.withheld.small = self.between.kept, self.between.small
+        self.inputs: frozenset[int] = frozenset()  # addresses of those of the model, which the caller may hold
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
         self.adopted = 0  # bytes saved between the groups that are offloaded with one of them
@@ -301,6 +302,10 @@ class ModelPass(Pass):
     def complete(self) -> bool:
         """Whether the last group that is expected has started."""
         return self.order.complete
+
+    def take_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note what the model is called with."""
+        self.inputs = frozenset(address(memory) for tensor in inputs for memory in _storages(tensor))
 
     def group_start(self, key: int, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""

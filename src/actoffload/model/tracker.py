@@ -171,6 +171,8 @@ class Tracker:
             thread.hooks.install()  # [guard: saved-tensor hooks]
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
+        if not alone:
+            current.take_inputs(leaves((args, kwargs)))
         return True
 
     def _replay(self, call: Call, layer: Layer, args: Any, kwargs: Any) -> Callable[..., Any] | None:

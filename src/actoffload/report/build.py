@@ -43,6 +43,9 @@ class PassStatistics(NamedTuple):
         return tuple(row.name for row in self.report.groups)
 
 
+INPUT = Holder("input", "", "the model")
+
+
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     """Return the statistics of a locked pass whose forward has just ended; `labels` are names and kinds of groups."""
     stay, expected, freed = done.plan.stay, 0, 0
@@ -69,7 +72,8 @@ def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
             memory = done.registry.held_elsewhere(storage)
             if memory is not None:
                 memories.append((address(memory), StorageRef(memory)))
-                held.append(HeldStorage(name, storage.nbytes))
+                is_input = isinstance(done, ModelPass) and address(memory) in done.inputs
+                held.append(HeldStorage(name, storage.nbytes, (INPUT,) if is_input else None))
                 numbers["bytes_not_freed"] += storage.nbytes
                 freed -= storage.nbytes
         if layer.recomputed is not None:
@@ -340,7 +344,8 @@ def _not_freed(report: Report) -> Iterator[Advice]:
     for group in report.groups:
         offloaded[group.name] += group.bytes_offloaded
     for names, nbytes, holders in merge_held(report.held):
-        if nbytes > TOLERANCE * offloaded.total():
+        # Inputs are the caller's affair, unless they are large.
+        if nbytes > (LARGE * report.activation_bytes if holders == (INPUT,) else TOLERANCE * offloaded.total()):
             whole = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
             share = f"{percent(nbytes / whole)} of the bytes of {groups} ({size(nbytes)} of {size(whole)})"
