@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-LINES, FILES = 18_397, 77
+LINES, FILES = 18_393, 77
 FILE_LINES = 500
 PACKAGE_FILES = 10  # beside __init__.py
 EMPTY_NAMES = {"of"}  # say nothing about the thing that they name

@@ -441,17 +441,9 @@ class GroupedMLP(torch.nn.Module):
         self, x: torch.Tensor, tokens_per_expert: Sequence[int] | torch.Tensor, *, padded: bool = False
     ) -> torch.Tensor:
         """Apply the experts to tokens [tokens, hidden_size]; the arguments are those of `grouped_mlp`."""
-        return grouped_mlp(
-            x,
-            tokens_per_expert,
-            self.fc1_weight,
-            self.fc2_weight,
-            activation=self.activation,
-            padded=padded,
-            keep_fc1_input=self.keep_fc1_input,
-            keep_activation_input=self.keep_activation_input,
-            keep_fc2_input=self.keep_fc2_input,
-        )
+        keep = {name: getattr(self, name) for name in ("keep_fc1_input", "keep_activation_input", "keep_fc2_input")}
+        weights = self.fc1_weight, self.fc2_weight
+        return grouped_mlp(x, tokens_per_expert, *weights, activation=self.activation, padded=padded, **keep)
 
 
 def _check(x: torch.Tensor, counts: object, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, width: int) -> None:

@@ -59,7 +59,9 @@ def test_what_is_no_schedule_that_is_known():
 
         def step(self, *args: Any, **kwargs: Any) -> None: ...
 
-    with pytest.raises(ValueError, match="offload got a Another, which is not supported; expected a ScheduleGPipe"):
+    with pytest.raises(
+        ValueError, match="offload got a Another, which is not supported; expected ScheduleGPipe, Schedule1F1B or a "
+    ):
         offload(Another())
     with pytest.raises(ValueError, match="delta_bytes_per_rank is for pipeline schedules"):
         offload(Block(), delta_bytes_per_rank=1)

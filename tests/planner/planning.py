@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Knobs
-from actoffload.planner.search import Ranks
+from actoffload.planner.search import RanksAsRun
 from actoffload.schedule import LayerCost, Link, Plan, Saved
 from actoffload.schedule.simulate import model_stages
 
@@ -61,9 +61,9 @@ def choose_plain(costs: Sequence[LayerCost], link: Link, **given: Any) -> Plan:
     return choose(names_of(costs), [(Variant(cost),) for cost in costs], link, **given)
 
 
-def model_ranks(costs: Sequence[LayerCost], link: Link) -> Ranks:
+def model_ranks(costs: Sequence[LayerCost], link: Link) -> RanksAsRun:
     """Return a model as the planner runs it."""
-    return Ranks([Plan(len(costs))], model_stages(costs), link, {}, Knobs())
+    return RanksAsRun([Plan(len(costs))], model_stages(costs), link, {}, Knobs())
 
 
 def leanest(costs: Sequence[LayerCost], link: Link) -> int:

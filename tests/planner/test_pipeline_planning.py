@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from actoffload.planner import Variant, plan_pipeline
 from actoffload.planner.placement import Knobs
-from actoffload.planner.search import Ranks
+from actoffload.planner.search import RanksAsRun
 from actoffload.schedule import (
     Computation,
     Do,
@@ -184,4 +184,4 @@ def test_a_rank_without_steps() -> None:
     orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
     plans = plan_pipeline(rank_plans(orders, [STAGE]), [STAGE], Link(40e9, 40e9))
     assert plans[1].offloaded == ()
-    assert Ranks(rank_plans([()], []), [], Link(1.0, 1.0), {}, Knobs()).profiles[0].free.peak_bytes == 0
+    assert RanksAsRun(rank_plans([()], []), [], Link(1.0, 1.0), {}, Knobs()).profiles[0].free.peak_bytes == 0

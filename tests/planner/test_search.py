@@ -13,7 +13,7 @@ from planning import MIB, choose_plain, convex, leanest, links, model_ranks, ste
 
 from actoffload.planner import Variant, choose
 from actoffload.planner.placement import Placement
-from actoffload.planner.search import Ranks
+from actoffload.planner.search import RanksAsRun
 from actoffload.schedule import DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
 
 
@@ -131,7 +131,7 @@ def test_near_the_best_of_all_choices(rate, more):
 # Releases and reloads of given groups
 
 
-def placed(ranks: Ranks, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
+def placed(ranks: RanksAsRun, groups: Collection[int], limit: float = inf) -> tuple[Placement, float]:
     """Return the placement of some groups, and the time of a step."""
     profile = ranks.profiles[0]
     chosen = [k for k, spot in enumerate(profile.spots.all) if spot.layer in groups]

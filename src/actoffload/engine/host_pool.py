@@ -8,9 +8,9 @@ A returned buffer is first kept whole, in a bin of its size: a training step all
 nothing else is free, the bins are emptied and all places that no buffer uses joined.
 
 Free memory carries a fence, for which the next copy out waits: the end of the last copy in that reads it.  Outside of
-the bins all free memory has one fence.  Buffers that were used while a graph was captured are
-addresses in that graph, so they are not reused before the pool is closed.  A request that the system refused is
-repeated when as many bytes as were missing have been returned or freed since, in any pool.
+the bins all free memory has one fence.  Buffers that were used while a graph was captured are addresses in that graph,
+so they are not reused before the pool is closed.  A request that the system refused is repeated when as many bytes as
+were missing have been returned or freed since, in any pool.
 
 An interrupt may come between two changes that belong together.  `HostPool.broken` is set meanwhile; the next caller
 that finds it set computes what is free, and the counts, from the slabs and the buffers in use.

@@ -257,9 +257,8 @@ class Attributes:
         self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
         self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
         own, inside = _attributes(module), [_attributes(inner) for inner in self._inside]
-        settings = {
-            id(found): found for each in (own, *inside) for value in each.values() if (found := _settings_in(value))
-        }
+        values = [value for each in (own, *inside) for value in each.values()]
+        settings = {id(found): found for value in values if (found := _settings_in(value))}
         tables: list[Any] = [table for inner in modules for table in registered(inner)]
         tables += [table for inner in modules for table in (inner._forward_pre_hooks, inner._forward_hooks)]
         # Looked up in each call, so without a loop in Python: LoRA has 80 modules in a block.
@@ -271,7 +270,7 @@ class Attributes:
         places += [(table, name) for table in tables for name in table]
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
         self._sized: list[Sized] = [*map(vars, self._inside), *tables]
-        self._lists = [value for each in (own, *inside) for value in each.values() if type(value) is list]
+        self._lists = [value for value in values if type(value) is list]
         self._weights = list(module.parameters())
         self._values, self._now = self._find(), self._look()
         self._members = [member for inner in modules for table in registered(inner) for member in table.values()]

@@ -192,7 +192,8 @@ class ModelScript(Script):
         kept, because the best takes about as long as the device alone in the leanest pass, without what it has waited
         for.
         """
-        found, ways, limit = self.found, self.found.ways, (self.found.limit or math.inf) - excess[0]
+        found, ways = self.found, self.found.ways
+        limit = (math.inf if found.limit is None else found.limit) - excess[0]
         if best is None:
             return (found.chosen(),)
         found.pace = best.seconds / (best.plans[0].seconds or best.seconds)

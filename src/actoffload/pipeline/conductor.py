@@ -311,7 +311,7 @@ def handle_of(schedule: Any) -> Any:
 
 # What is used of schedules and stages
 
-KINDS = "ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime"
+SUPPORTED = "ScheduleGPipe", "Schedule1F1B", "_PipelineScheduleRuntime"
 """The classes of PyTorch whose schedules are supported: the last is that of those with several stages a rank."""
 
 

@@ -327,7 +327,8 @@ class FirstSteps(Script):
         """Exchange what the steps have shown, and return the plans that follow."""
         found = agreed(self.ranks.gather(self.measured()))
         assert found is not None
-        self.known, self.limits = found, [each.limit or inf for each in found] if self.times else []
+        limits = [inf if each.limit is None else each.limit for each in found]
+        self.known, self.limits = found, limits if self.times else []
         return plans_of(found, self._limits)
 
     def replanned(self, excess: Sequence[int], best: Trial | None) -> Plans:

@@ -29,7 +29,7 @@ from ..schedule.orders import Computation
 from ..schedule.plan import Plan
 from ..tune.exchange import LostRankError, Ranks, Settings
 from ..tune.script import Plans, Steps
-from .conductor import KINDS, Conductor, classes_of, follow, handle_of, is_schedule, stages_of, unfollow
+from .conductor import SUPPORTED, Conductor, classes_of, follow, handle_of, is_schedule, stages_of, unfollow
 from .first_steps import FirstSteps, Limits, RankStage
 
 logger = logging.getLogger("actoffload")
@@ -194,8 +194,7 @@ class PipelineHandle(Handle):
                 groups.append(replace(found, bytes_saved=nbytes * found.calls, bytes_offloaded=nbytes * numbers[k]))
         if self._conductor.scoped:
             counts["peak_resident_bytes"] = self._first.peak
-        unplanned = MEASURING if self.installed else REMOVED
-        because = unplanned if plan is None else plan.because
+        because = plan.because if plan is not None else MEASURING if self.installed else REMOVED
         return Report(tuple(groups), because=because, times=self._engine.backend.times, **counts)
 
     def table(self) -> RankReports:
@@ -388,8 +387,9 @@ def _offload_schedule(
 ) -> PipelineHandle:
     """Offload the stages of this rank by one plan."""
     name = type(schedule).__name__
-    if classes_of(schedule).isdisjoint(KINDS):
-        raise ValueError(f"offload got a {name}, which is not supported; expected a {', '.join(KINDS)} or subclass.")
+    if classes_of(schedule).isdisjoint(SUPPORTED):
+        public = "ScheduleGPipe, Schedule1F1B or a schedule of several stages a rank, such as ScheduleInterleaved1F1B"
+        raise ValueError(f"offload got a {name}, which is not supported; expected {public}.")
     if handle_of(schedule) is not None:
         raise ValueError(
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "

@@ -15,7 +15,7 @@ from ..schedule.plan import Plan
 from ..schedule.run import Pipeline
 from ..schedule.simulate import model_stages
 from .placement import ROUNDING, Knobs, Placement
-from .search import Ranks, StageVariants
+from .search import RanksAsRun, StageVariants
 from .variants import Variant
 
 WORTH = 0.02  # of the time of a plan, by which one is faster that runs operators more often: the host's time counts too
@@ -108,7 +108,7 @@ def _best(models: Sequence[_Model], limit: float) -> Plan:
     return lean if not fits or (lean.seconds or 0.0) < worth else plan
 
 
-class _Model(Ranks):
+class _Model(RanksAsRun):
     """The search of plans of a model, which is a pipeline of one rank with a stage for each group."""
 
     def __init__(
@@ -175,7 +175,7 @@ def plan_pipeline(
     """
     budgets = [None] * len(plans) if budgets is None else budgets
     knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight, whole=whole)
-    ranks = Ranks(plans, stages, link, variants or {}, knobs)
+    ranks = RanksAsRun(plans, stages, link, variants or {}, knobs)
     limits = [None if budget is None else ranks.recompute(rank, budget, FREE) for rank, budget in enumerate(budgets)]
     by_hand = (fraction, delta_bytes_per_rank, max_inflight) != (None, None, None)
     allowed = ranks.seconds * (1 + FREE)

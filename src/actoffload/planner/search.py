@@ -36,7 +36,7 @@ Rank: TypeAlias = tuple[bool, float]
 """False and the time where the limit is kept, otherwise True and the peak."""
 
 
-class Ranks:
+class RanksAsRun:
     """The ranks of a pipeline, and their groups as they are run: at first without recomputation."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Ranks:
 class _Greedy:
     """Searches the ways of the groups of a rank: the cheapest bytes first, as many as make the step shortest."""
 
-    def __init__(self, ranks: Ranks, rank: int, limit: float, free: float) -> None:
+    def __init__(self, ranks: RanksAsRun, rank: int, limit: float, free: float) -> None:
         self._ranks, self._which, self._limit, self._free = ranks, rank, limit, free
         self._others, self._pairs = ranks.ways, ranks.pairs[rank]
         self._last = {pair: len(ranks.variants[pair]) - 1 for pair in self._pairs}
@@ -182,10 +182,8 @@ class _Greedy:
             costs = [way.cost for way in self._ranks.variants[pair]]
             before, price = costs[0], 0.0  # seconds for each byte
             for way, cost in enumerate(costs):
-                less, more = (
-                    before.nbytes - cost.nbytes,
-                    cost.forward + cost.backward - before.forward - before.backward,
-                )
+                less = before.nbytes - cost.nbytes
+                more = cost.forward + cost.backward - before.forward - before.backward
                 if less > 0:
                     before, price = cost, max(price, more / less)  # so that they stay in order
                     steps.append((price, pair, way))

@@ -43,9 +43,6 @@ class PassStatistics(NamedTuple):
         return tuple(row.name for row in self.report.groups)
 
 
-INPUT = Holder("input", "", "the model")
-
-
 def count_pass(done: Pass, labels: Sequence[tuple[str, str]]) -> PassStatistics:
     """Return the statistics of a locked pass whose forward has just ended; `labels` are names and kinds of groups."""
     stay, expected, freed = done.plan.stay, 0, 0
@@ -259,6 +256,7 @@ def seconds_by_layer(timeline: Timeline, layers: int) -> list[dict[str, float]]:
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 SLOW = 0.01  # of a pass: estimates are no better
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
+INPUT = Holder("input", "", "the model")
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 
 # What to do about tensors that are kept, by reason; nothing about the other reasons.

@@ -102,9 +102,8 @@ class LayerCost:
     unpacks_at_once: bool = False
 
     def __post_init__(self) -> None:
-        check_seconds(
-            **{name: getattr(self, name) for name in (*TIMES, "host_forward", "host_backward", "weight_backward")}
-        )
+        seconds = *TIMES, "host_forward", "host_backward", "weight_backward"
+        check_seconds(**{name: getattr(self, name) for name in seconds})
         check_bytes(**{name: getattr(self, name) for name in (*TEMPORARIES, "kept_bytes", "gradient_bytes")})
         expected, four = "four numbers of bytes, each 0 or more", self.other_bytes
         check_fits(expected, lambda value: len(value) == 4 and all(level >= 0 for level in value), other_bytes=four)

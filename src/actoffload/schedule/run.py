@@ -64,16 +64,12 @@ class LayerRun:
         """Return the part in a computation; `half` says whether it is one of a split backward, which frees nothing."""
         cost, saved, at_once = self.cost, self.saved, self.cost.unpacks_at_once
         if computation is Computation.FORWARD:
-            times, temporaries = (
-                (cost.gap_forward, cost.forward, cost.host_forward),
-                (cost.forward_temporary, cost.gap_forward_temporary),
-            )
+            times = cost.gap_forward, cost.forward, cost.host_forward
+            temporaries = cost.forward_temporary, cost.gap_forward_temporary
             uses = tuple((k, each.saved_at) for k, each in enumerate(saved))
             return Part(*times, *temporaries, cost.other_bytes[:2], uses, at_once, cost.kept_bytes, frees=False)
-        times, temporaries = (
-            (cost.gap_backward, cost.backward, cost.host_backward),
-            (cost.backward_temporary, cost.gap_backward_temporary),
-        )
+        times = cost.gap_backward, cost.backward, cost.host_backward
+        temporaries = cost.backward_temporary, cost.gap_backward_temporary
         if half:
             host = cost.host_backward * (cost.input_backward / cost.backward if cost.backward else 1.0)
             times = cost.gap_backward, cost.input_backward, host
